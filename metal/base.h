@@ -1,0 +1,57 @@
+// Shared by every kernel: vector loads that know their alignment, and the end of a dot product.
+
+// Addresses are visible on the CUDA and CPU executors, where a misaligned vector load traps.
+// Metal has no portable way to look, so there the wide path is taken and the check at patch
+// time, which includes a misaligned x, decides whether the kernel may serve.
+#ifdef MSL_ADDRESS
+#define ALIGNED(p, n) ((MSL_ADDRESS(p) & (n - 1)) == 0)
+#else
+#define ALIGNED(p, n) true
+#endif
+
+// Full unrolling: a register array indexed at run time spills.
+#define UNROLL _Pragma("unroll")
+
+// Eight values of x or of a plain weight row. WIDE: p is 16-byte aligned.
+METAL_FUNC void spread(thread float* v, const float4 a, const float4 b) {
+  v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
+  v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+}
+template <typename T>
+METAL_FUNC void load8_wide(const device T* p, thread float* v) {
+  const uint4 u = *(const device uint4*)p;
+  spread(v, float4(as_type<vec<T, 4>>(uint2(u.x, u.y))), float4(as_type<vec<T, 4>>(uint2(u.z, u.w))));
+}
+METAL_FUNC void load8_wide(const device float* p, thread float* v) {
+  spread(v, *(const device float4*)p, *(const device float4*)(p + 4));
+}
+template <typename T, bool WIDE>
+METAL_FUNC void load8(const device T* p, thread float* v) {
+  if (WIDE) load8_wide(p, v);
+  else UNROLL for (int i = 0; i < 8; i++) v[i] = float(p[i]);
+}
+
+// Sums the lanes of each simdgroup, then the KS simdgroups that share rows, in index order, so
+// that the bits depend on neither M nor R. acc is [R][M]; y is [M][N].
+template <typename O, int M, int R, int SG, int KS>
+METAL_FUNC void finish(
+    thread float* acc, device O* y, threadgroup float* part,
+    const int N, const int row0, const uint sg, const uint lane) {
+  UNROLL for (int i = 0; i < R * M; i++) {
+    const float t = simd_sum(acc[i]);
+    if (KS == 1) {
+      if (lane == 0 && row0 + i / M < N) y[(size_t)(i % M) * N + row0 + i / M] = O(t);
+    } else if (lane == 0) {
+      part[sg * R * M + i] = t;
+    }
+  }
+  if (KS == 1) return;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (sg % KS == 0) {
+    for (int i = lane; i < R * M; i += 32) {
+      float t = part[sg * R * M + i];
+      for (int k = 1; k < KS; k++) t += part[(sg + k) * R * M + i];
+      if (row0 + i / M < N) y[(size_t)(i % M) * N + row0 + i / M] = O(t);
+    }
+  }
+}

@@ -1,0 +1,118 @@
+// Decode and exact small M: y[m, n] = sum_k x[m, k] * W[n, k], weights read once for all M rows.
+// A simdgroup owns R rows and lane l the packs l, l + 32, ... of each (KS simdgroups take turns),
+// for every M alike: the order of additions does not depend on M, R or the grid.
+
+// Weights per lane and step.
+template <int bits, int group>
+METAL_FUNC constexpr int pack_size() { return bits == 6 || bits == 8 || group == 16 ? 16 : 32; }
+
+template <int NW, bool WIDE>
+METAL_FUNC void load_words(const device uint* p, thread uint* q) {
+  if (WIDE && NW == 4) {
+    const uint4 v = *(const device uint4*)p;
+    q[0] = v.x; q[1] = v.y; q[2] = v.z; q[3] = v.w;
+  } else if (WIDE && NW == 2) {
+    const uint2 v = *(const device uint2*)p;
+    q[0] = v.x; q[1] = v.y;
+  } else {
+    UNROLL for (int i = 0; i < NW; i++) q[i] = p[i];
+  }
+}
+
+// One pack: acc[r][m] += sum over PK weights. q is [R][NW], s and b [R].
+template <typename T, int bits, int group, int M, int R, bool WIDE>
+METAL_FUNC void add_pack(
+    const device T* x, const int K, const thread uint* q, const thread float* s,
+    const thread float* b, thread float* acc) {
+  const int PK = pack_size<bits, group>(), NW = PK * bits / 32, P = in_place<bits>();
+  float dot[R * M], sum[M], off[M];
+  UNROLL for (int i = 0; i < R * M; i++) dot[i] = 0;
+  UNROLL for (int m = 0; m < M; m++) sum[m] = off[m] = 0;
+  UNROLL for (int j = 0; j < PK / 8; j++) {
+    float h[R][8];
+    UNROLL for (int r = 0; r < R; r++) {
+      decode8<bits>(q + r * NW, j, h[r]);
+      // fp32 activations keep more digits than the 1024 leaves them: take it out exactly.
+      if (AFFINE && sizeof(T) == 4) {
+        UNROLL for (int i = 0; i < 8; i++) h[r][i] -= 1024.0f;
+      }
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+      float v[8];
+      load8<T, WIDE>(x + (size_t)m * K + 8 * j, v);
+      if (AFFINE) {
+        UNROLL for (int k = 0; k < P && k < 8; k++) {
+          float t = v[k];
+          UNROLL for (int i = k + P; i < 8; i += P) t += v[i];
+          sum[m] += t;
+          off[m] = fma(t, unscale<bits>(k), off[m]);
+        }
+      }
+      UNROLL for (int i = 0; i < 8; i++) {
+        const float xi = v[i] * unscale<bits>(i);
+        UNROLL for (int r = 0; r < R; r++) dot[r * M + m] = fma(xi, h[r][i], dot[r * M + m]);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) {
+    UNROLL for (int m = 0; m < M; m++) {
+      const int i = r * M + m;
+      const float d = AFFINE && sizeof(T) < 4 ? fma(-1024.0f, off[m], dot[i]) : dot[i];
+      acc[i] = fma(s[r], d, acc[i]);
+      if (AFFINE) acc[i] = fma(b[r], sum[m], acc[i]);
+    }
+  }
+}
+
+template <typename T, int bits, int group, int M, int R, int KS, bool WIDE, typename S, typename B>
+METAL_FUNC void qmv_rows(
+    const device T* x, const device uint* w, const device S* scales, const device B* biases,
+    thread float* acc, const int N, const int K, const int row0, int c, const int end) {
+  const int PK = pack_size<bits, group>(), NW = PK * bits / 32;
+  UNROLL for (int i = 0; i < R * M; i++) acc[i] = 0;
+  size_t row[R];
+  UNROLL for (int r = 0; r < R; r++) row[r] = min(row0 + r, N - 1);
+  for (; c < end; c += 32 * KS) {
+    uint q[R * NW];
+    float s[R], b[R];
+    UNROLL for (int r = 0; r < R; r++) {
+      load_words<NW, WIDE>(w + (row[r] * (K / PK) + c) * NW, q + r * NW);
+      const size_t g = row[r] * (K / group) + c * PK / group;
+      s[r] = group_scale<group, bits>(scales[g]);
+      b[r] = AFFINE ? float(biases[g]) : 0;
+    }
+    add_pack<T, bits, group, M, R, WIDE>(x + (size_t)c * PK, K, q, s, b, acc);
+  }
+}
+
+template <typename T, int bits, int group, int M, int R, int SG, int KS, int SPLITS,
+          typename S, typename B, typename O>
+METAL_FUNC void qmv(
+    const device T* x, const device uint* w, const device S* scales, const device B* biases,
+    device O* y, threadgroup float* part, const int N, const int KW, const uint3 tg,
+    const uint sg, const uint lane) {
+  const int K = KW * 32 / bits;
+  const int packs = K / pack_size<bits, group>(), share = (packs + SPLITS - 1) / SPLITS;
+  const int row0 = (tg.x * (SG / KS) + sg / KS) * R, c = tg.y * share + sg % KS * 32 + lane;
+  const int end = min(packs, int(tg.y + 1) * share);
+  float acc[R * M];
+  if (ALIGNED(x, 16) && ALIGNED(w, 16))
+    qmv_rows<T, bits, group, M, R, KS, true>(
+        x, w, scales, biases, acc, N, K, row0, c, end);
+  else
+    qmv_rows<T, bits, group, M, R, KS, false>(
+        x, w, scales, biases, acc, N, K, row0, c, end);
+  finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, sg, lane);
+}
+
+//! kernel qmv (x, w, scales, biases) -> (y)
+threadgroup float part[KS > 1 ? SG * R * M : 1];
+qmv<T, bits, group, M, R, SG, KS, SPLITS>(
+    x, w, scales, biases, y, part, w_shape[0], w_shape[1], threadgroup_position_in_grid,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+
+//! kernel qmv_fp (x, w, scales) -> (y)
+threadgroup float part[KS > 1 ? SG * R * M : 1];
+qmv<T, bits, group, M, R, SG, KS, SPLITS>(
+    x, w, scales, scales, y, part, w_shape[0], w_shape[1], threadgroup_position_in_grid,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

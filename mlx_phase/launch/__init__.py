@@ -1,0 +1,1 @@
+"""Launchers: a plan becomes arguments, a source and a launch."""

@@ -1,0 +1,118 @@
+"""Problem and chip -> which kernel with which tile. Pure functions over tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .chip import Chip
+from .problem import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    DTYPE_BYTES,
+    FP_MODES,
+    Matmul,
+)
+
+MAX_M = 16  # rows of the exact decode family; prefill kernels take over above
+MIN_SPLIT_K = 512  # a split with less K costs more in the reduce than it wins
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices for one problem. ``rows`` and ``simdgroups`` change speed only;
+    ``k_simdgroups`` and ``splits`` change the order of additions, so they depend on
+    (N, K, chip) and never on M (exact rows).
+
+    rows: output rows a simdgroup owns. simdgroups: per threadgroup. k_simdgroups:
+    of these, how many share rows and split K. splits: threadgroups that split K,
+    summed by ``qmv_reduce``.
+    """
+
+    kernel: str
+    rows: int
+    simdgroups: int
+    k_simdgroups: int
+    splits: int
+    exact: bool
+    reason: str
+
+
+# Chip family -> (least k_simdgroups, simdgroups a core should have in flight). First
+# match wins, the last row is any other chip. H200, 4-bit group 64, fp16, 2026-11-29:
+# 8192 -> 28672 takes 45.2 us with 2 and 48.8 us with 1; 4096 -> 1024 takes 3.5 us with
+# 4 and 5.4 us with 2. Apple: ALUs are busy from 24 simdgroups a core on
+# (philipturner/metal-benchmarks), unmeasured here. CPU: lanes run one after another.
+_FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("", 1, 24))
+
+# M up to -> rows. At most ~24 accumulators a lane (msl.md). H200, M = 4: 4096 -> 14336
+# takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
+_ROWS = ((4, 4), (8, 2), (16, 1))
+
+
+def supports(problem: Matmul) -> str | None:
+    """None if the decode family computes ``problem``, otherwise a sentence why not."""
+    p = problem
+    if p.x_dtype not in DTYPE_BYTES:
+        return f"activations are {p.x_dtype}, kernels take {', '.join(DTYPE_BYTES)}"
+    if p.batch != 1:
+        return "weights are batched (3-D), kernels take one matrix"
+    if p.M > MAX_M:
+        return f"M = {p.M} rows: decode kernels take 1..{MAX_M}, no prefill kernel yet"
+    if min(p.M, p.N, p.K) < 1:
+        return f"empty problem (M, N, K) = ({p.M}, {p.N}, {p.K})"
+    if p.mode == "none":
+        return None if p.K >= 8 else f"K = {p.K} is below 8"
+    if p.mode == "affine":
+        if p.bits not in AFFINE_BITS or p.group_size not in AFFINE_GROUPS:
+            return (
+                f"affine {p.bits}-bit group {p.group_size}: kernels have bits "
+                f"{AFFINE_BITS} and groups {AFFINE_GROUPS}"
+            )
+    elif p.mode not in FP_MODES:
+        return f"mode {p.mode!r}: kernels have affine, {', '.join(FP_MODES)}"
+    elif (p.bits, p.group_size) != FP_MODES[p.mode]:
+        return f"{p.mode} is {FP_MODES[p.mode]} (bits, group), not {(p.bits, p.group_size)}"
+    if p.K % p.group_size:
+        return f"K = {p.K} is not a multiple of group_size = {p.group_size}"
+    return None
+
+
+def pack_size(problem: Matmul) -> int:
+    """Weights a lane takes per step (``pack_size`` of qmv.metal, 8 in gemv.metal)."""
+    if problem.mode == "none":
+        return 8
+    return 16 if problem.bits in (6, 8) or problem.group_size == 16 else 32
+
+
+def split_k(problem: Matmul, chip: Chip) -> tuple[int, int]:
+    """(k_simdgroups, splits) that fill ``chip`` for this (N, K), whatever M is."""
+    ks, fill = next(row[1:] for row in _FILL if row[0] in chip.family)
+    want = fill * chip.gpu_cores
+    tiles = -(-problem.N // 4)
+    steps = problem.K // (pack_size(problem) * 32)
+    while ks < 8 and tiles * ks < want and steps >= 2 * ks:
+        ks *= 2
+    # Splitting over threadgroups costs a second launch: only for grids that leave
+    # most cores without a threadgroup.
+    splits = 1
+    if tiles * 4 < chip.gpu_cores:
+        splits = min(-(-chip.gpu_cores * 2 // tiles), problem.K // (MIN_SPLIT_K * ks))
+    return ks, max(1, splits)
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Matmul, chip: Chip) -> Plan:
+    """The plan for ``problem`` on ``chip``; ValueError if :func:`supports` says no."""
+    why = supports(problem)
+    if why is not None:
+        raise ValueError(f"no kernel for {problem}: {why}")
+    rows = next(r for m, r in _ROWS if problem.M <= m)
+    ks, splits = split_k(problem, chip)
+    kernel = {"none": "gemv", "affine": "qmv"}.get(problem.mode, "qmv_fp")
+    bound = f"M = {problem.M}: weights read once"
+    if ks > 1:
+        bound += f", K over {ks} simdgroups to fill {chip.gpu_cores} cores"
+    if splits > 1:
+        bound += f", K over {splits} threadgroups and a reduce"
+    return Plan(kernel, rows, max(2, ks), ks, splits, True, bound)

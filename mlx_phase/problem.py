@@ -1,0 +1,30 @@
+"""What is to be computed: frozen facts, no choices, no mlx."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bytes of a group's scale and bias, and the group sizes MLX knows (mlx 0.32.4).
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+FP_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``y[M, N] = x[M, K] @ W[N, K].T`` with W quantised in groups along K.
+
+    ``mode`` is ``affine``, ``mxfp4``, ``nvfp4``, ``mxfp8`` or ``none`` (plain
+    weights of ``x_dtype``; ``bits`` and ``group_size`` are then ignored).
+    ``M`` counts all rows of x; ``batch`` counts independent weight matrices.
+    """
+
+    M: int
+    N: int
+    K: int
+    x_dtype: str = "bfloat16"
+    bits: int = 4
+    group_size: int = 64
+    mode: str = "affine"
+    batch: int = 1

@@ -1,0 +1,75 @@
+"""Kernel name -> the text MLX compiles: ordered files, comments stripped."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+# Ordered, never globbed: a file may use only what stands before it. Same table
+# in metal/README.md (tests/test_source.py compares them).
+KERNELS: dict[str, tuple[str, ...]] = {
+    "qmv": ("base.h", "dequant.h", "qmv.metal"),
+    "qmv_fp": ("base.h", "dequant_fp.h", "qmv.metal"),
+    "qmv_reduce": ("qmv_reduce.metal",),
+    "gemv": ("base.h", "gemv.metal"),
+}
+
+_MARK = re.compile(r"^//! kernel (\w+) \(([\w, ]*)\) -> \(([\w, ]*)\)$", re.M)
+
+
+@dataclass(frozen=True)
+class KernelText:
+    """The arguments of ``metal_kernel`` that do not change between calls."""
+
+    name: str
+    header: str
+    body: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+
+def metal_dir() -> Path:
+    """The folder with the .metal files: inside a wheel, or beside the package."""
+    here = Path(__file__).parent
+    for folder in (here / "metal", here.parent / "metal"):
+        if (folder / "base.h").exists():
+            return folder
+    raise FileNotFoundError(
+        f"mlx_phase's metal/ folder is missing beside {here}: reinstall the package"
+    )
+
+
+def compact(text: str) -> str:
+    """Drop comments and indentation: MLX copies and hashes the text on every call."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    lines = (re.sub(r"\s+", " ", line).strip() for line in text.split("\n"))
+    tight = r" ?([=+\-*/<>{}(),;:?&|%^!]) ?"
+    return "".join(
+        (line if line[0] == "#" else re.sub(tight, r"\1", line)) + "\n"
+        for line in lines
+        if line
+    )
+
+
+@lru_cache(maxsize=None)
+def load(kernel: str) -> KernelText:
+    """The text of ``kernel``, a key of :data:`KERNELS`.
+
+    In a ``.metal`` file everything above the first ``//! kernel`` line is helper code;
+    each such line starts the body of the kernel it names, with its inputs and outputs.
+    """
+    header: list[str] = []
+    found = None
+    for file in KERNELS[kernel]:
+        parts = _MARK.split((metal_dir() / file).read_text())
+        header.append(parts[0])
+        for name, inputs, outputs, body in zip(*[iter(parts[1:])] * 4):
+            if name == kernel:
+                found = body, inputs, outputs
+    if found is None:
+        raise KeyError(f"no '//! kernel {kernel}' line in {KERNELS[kernel]}")
+    body, inputs, outputs = found
+    names = [tuple(n.strip() for n in text.split(",")) for text in (inputs, outputs)]
+    return KernelText(f"mlxp_{kernel}", compact("".join(header)), compact(body), *names)

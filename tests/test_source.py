@@ -1,0 +1,42 @@
+"""The text MLX gets: table in metal/README.md, markers, size, ASCII."""
+
+import re
+
+import pytest
+
+from mlx_phase import source
+
+
+def test_readme_table_matches_source():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \|", (source.metal_dir() / "README.md").read_text(), re.M
+    )
+    table = {name: tuple(re.findall(r"`([\w.]+)`", files)) for name, files in rows}
+    assert table == source.KERNELS
+
+
+def test_every_file_is_in_the_table():
+    named = {file for files in source.KERNELS.values() for file in files}
+    assert named == {p.name for p in source.metal_dir().glob("*.[hm]*")} - {"README.md"}
+
+
+@pytest.mark.parametrize("kernel", source.KERNELS)
+def test_text(kernel):
+    text = source.load(kernel)
+    whole = text.header + text.body
+    assert whole.isascii()
+    assert "//" not in whole and "/*" not in whole
+    # MLX rebuilds the text on each call; host cost grows with it (design: 4 KB aim).
+    assert len(whole) < 6000
+    for name in (*text.input_names, *text.output_names):
+        assert re.search(rf"\b{name}\b", text.body)
+
+
+def test_compact_keeps_directives_and_words():
+    text = "#define A(x) (x)  // c\n  const int  a = b ;\n/* x\n y */\nreturn a;\n"
+    assert source.compact(text) == "#define A(x) (x)\nconst int a=b;\nreturn a;\n"
+
+
+def test_unknown_kernel_is_an_error():
+    with pytest.raises(KeyError):
+        source.load("no_such_kernel")
