@@ -1,0 +1,255 @@
+"""Kernel sweeps against stock MLX, in one process and interleaved.
+
+    python bench/kernels.py --suite decode --json bench/results/h200.jsonl
+    python bench/kernels.py --suite host
+    python bench/kernels.py --suite e2e --models llama-8b,llama-1b --tokens 128
+
+Rows and their meaning: bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mlx_phase
+from mlx_phase.bench import BenchError, endtoend, gpu_time, kernel_suite, record, table
+from mlx_phase.bench.device import EMULATION, Environment, environment
+from mlx_phase.bench.measure import NoiseError
+from mlx_phase.bench.prompts import random_ids
+from mlx_phase.executor import ExecutorError
+from mlx_phase.model_error import ModelError
+from mlx_phase.models import load
+from mlx_phase.plan import supports
+from mlx_phase.problem import AFFINE_BITS, FP_MODES, Matmul
+
+Row = dict[str, Any]
+MAIN = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "4096x128256")
+WIDE = ("4096x4096", "8192x28672")
+FORMATS = tuple((bits, 64, "affine") for bits in AFFINE_BITS if bits != 4)
+HOST = Matmul(1, 512, 512)
+SUITES = ("decode", "host", "e2e")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the sweeps."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--suite", required=True, help="decode, host, e2e or a list of them")
+    p.add_argument("--json", type=Path, help="append rows to this JSON Lines file")
+    p.add_argument("--quick", action="store_true", help="main cases, fewer repeats")
+    p.add_argument("--shapes", help="K x N, e.g. 4096x14336,8192x28672")
+    p.add_argument("--rows", help="values of M, e.g. 1,2,4")
+    p.add_argument("--bits", help="e.g. 4,8")
+    p.add_argument("--group", type=int, help="weights per scale of affine")
+    p.add_argument("--modes", help="affine, mxfp4, mxfp8, nvfp4, none")
+    p.add_argument("--dtypes", help="float16, bfloat16, float32")
+    p.add_argument("--repeats", type=int, default=8, help="timed blocks of each side")
+    p.add_argument("--launches", type=int, default=8, help="launches per GPU block")
+    p.add_argument("--chain", default="8,40", help="chain lengths of the wall times")
+    p.add_argument(
+        "--budget", type=float, default=160, help="start no kernel case after SECONDS"
+    )
+    p.add_argument("--models", default="llama-8b,llama-1b", help="of --suite e2e")
+    p.add_argument("--tokens", type=int, default=128, help="of --suite e2e")
+    p.add_argument("--prompt-tokens", type=int, default=64, help="of --suite e2e")
+    return p
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """``1,2,4`` as numbers above 0; BenchError names the option."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise BenchError(f"{option} takes numbers like 1,2,4; got {text!r}")
+    return values
+
+
+def shape(text: str) -> tuple[int, int]:
+    """``4096x14336`` as (K, N)."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise BenchError(f"--shapes takes KxN such as 4096x14336; got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def default_cases(quick: bool) -> Iterator[Matmul]:
+    """The cases of the decode suite, most important first."""
+
+    def case(text: str, dtype: str, m: int = 1, form=(4, 64, "affine")) -> Matmul:
+        k, n = shape(text)
+        bits, group, mode = form
+        return Matmul(m, n, k, dtype, bits, group, mode)
+
+    for text in MAIN:
+        yield case(text, "float16")
+        yield case(text, "bfloat16")
+    if quick:
+        return
+    for m in (2, 4, 8, 16):
+        yield from (case(text, "bfloat16", m) for text in MAIN)
+    forms = [*FORMATS, *((b, g, mode) for mode, (b, g) in FP_MODES.items())]
+    for form in [*forms, (4, 32, "affine"), (4, 128, "affine"), (16, 0, "none")]:
+        yield from (case(text, "bfloat16", 1, form) for text in WIDE)
+    yield from (case(text, "float32") for text in WIDE)
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Matmul]:
+    """The default cases, or the product of the given options. BenchError if empty."""
+    options = (args.shapes, args.rows, args.bits, args.modes, args.dtypes, args.group)
+    if not any(options):
+        return list(default_cases(args.quick))
+    shapes = [shape(text) for text in (args.shapes or ",".join(MAIN)).split(",")]
+    rows = numbers(args.rows or "1", "--rows")
+    dtypes = (args.dtypes or "float16,bfloat16").split(",")
+    cases = []
+    for mode in (args.modes or "affine").split(","):
+        bits = numbers(args.bits or "4", "--bits") if mode == "affine" else [16]
+        group = (args.group or 64) if mode == "affine" else 0
+        forms = [FP_MODES[mode]] if mode in FP_MODES else [(b, group) for b in bits]
+        cases += [
+            Matmul(m, n, k, dtype, b, g, mode)
+            for k, n in shapes
+            for b, g in forms
+            for dtype in dtypes
+            for m in rows
+        ]
+    for case in cases:
+        if reason := supports(case):
+            raise BenchError(f"{kernel_suite.describe(case)}: {reason}")
+    return cases
+
+
+def effort(args: argparse.Namespace) -> kernel_suite.Effort:
+    """Repeats and chain lengths of the options; BenchError if they make no sense."""
+    chain = numbers(args.chain, "--chain")
+    if len(chain) != 2 or chain[0] >= chain[1]:
+        raise BenchError(f"--chain takes two rising lengths; got {args.chain!r}")
+    if args.repeats < 1 or args.launches < 1:
+        raise BenchError("--repeats and --launches must be at least 1")
+    repeats = min(args.repeats, 4) if args.quick else args.repeats
+    return kernel_suite.Effort(repeats, args.launches, (chain[0], chain[1]))
+
+
+def decode_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+    """Rows of the decode suite; cases beyond the time budget are named, not run."""
+    events = gpu_time.cuda_events if env.executor == "cuda" else None
+    cases, plan_of = chosen_cases(args), effort(args)
+    start, rows, done = time.monotonic(), [], 0
+    for case in track(cases, "decode", console=err, transient=True):
+        if time.monotonic() - start > args.budget:
+            break
+        done += 1
+        try:
+            row = kernel_suite.measure_case(case, env, plan_of, gpu_events=events)
+            rows.append(row)
+        except NoiseError as noise:
+            err.print(f"no row: {noise}; try a longer --chain")
+    for case in cases[done:]:
+        err.print(f"not run, time budget: {kernel_suite.describe(case)}")
+    return rows
+
+
+def host_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+    """The host cost of a launch, ours against stock."""
+    return [kernel_suite.host_case(HOST, env, effort(args))]
+
+
+def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+    """Stock and patched generation of every model, interleaved."""
+    if args.tokens < 2 or args.prompt_tokens < 1:
+        raise BenchError("--tokens must be at least 2 and --prompt-tokens at least 1")
+    repeats = effort(args).repeats
+    rows = []
+    for spec in args.models.split(","):
+        with err.status(f"loading {spec}"):
+            loaded = load(spec)
+        job = endtoend.Job(
+            name=loaded.name,
+            config=loaded.config,
+            prompt=random_ids(loaded.config, args.prompt_tokens, seed=0),
+            tokens=args.tokens,
+            repeats=repeats,
+            host_steps=0 if env.executor == "cpu" else 20,
+        )
+        with err.status(f"{loaded.name}: stock and patched"):
+            result = endtoend.measure(loaded.model, job, mlx_phase.patched)
+        found = endtoend.rows(result, env)
+        table.show(Console(), result, found, env, loaded.source)
+        rows += found
+        del loaded, result
+    return rows
+
+
+RUN: dict[str, Callable[..., list[Row]]] = {
+    "decode": decode_rows,
+    "host": host_rows,
+    "e2e": e2e_rows,
+}
+
+
+def show(rows: list[Row]) -> None:
+    """Print per-kernel rows."""
+    out = Table(title="µs per launch, median")
+    heads = ("kernel", "K x N", "M", "format", "dtype", "us", "stock", "ratio", "GB/s")
+    for head in (*heads, "peak", "wall", "stock wall", "build", "eval", "spread", ""):
+        out.add_column(head, justify="right")
+
+    def cell(value: float | None, form: str = "{:.1f}") -> str:
+        return "-" if value is None else form.format(value)
+
+    for r in rows:
+        out.add_row(
+            *(r["kernel"], r["shape"], str(r["M"])),
+            f"{r['mode']} {r['bits']}b g{r['group']}",
+            r["dtype"],
+            *(cell(r[name]) for name in ("us", "stock_us")),
+            cell(r["ratio"], "{:.2f}"),
+            cell(r["gbps"], "{:.0f}"),
+            cell(r["frac_peak"], "{:.0%}"),
+            *(cell(r[n]) for n in ("wall_us", "stock_wall_us", "build_us", "eval_us")),
+            cell(r["spread"], "{:.1%}"),
+            "" if r["comparable"] == "yes" else r["comparable"],
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(out)
+    for note in sorted({r["note"] for r in rows if r["note"]}):
+        print(note)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the suites; returns the exit status (2: bad input, said in one line)."""
+    args = parser().parse_args(argv)
+    err = Console(stderr=True)
+    try:
+        suites = args.suite.split(",")
+        for suite in suites:
+            if suite not in RUN:
+                raise BenchError(f"unknown suite {suite!r}: use {', '.join(SUITES)}")
+        if args.json is not None and args.json.exists():
+            record.read(args.json)
+        env = environment()
+        if env.executor == "cpu":
+            err.print(EMULATION)
+        for suite in suites:
+            rows = RUN[suite](args, env, err)
+            if suite != "e2e":
+                show(rows)
+            if args.json is not None:
+                record.append(args.json, rows)
+    except (BenchError, NoiseError, ModelError, ExecutorError, OSError) as error:
+        print(f"bench/kernels.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""``python -m mlx_phase.bench``: stock and patched generation, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from .. import patched
+from ..executor import ExecutorError
+from ..model_error import ModelError
+from ..models import default_model, load
+from . import BenchError, prompts, record, table
+from .device import environment
+from .endtoend import Job, measure, rows
+
+HOST_STEPS = 10
+TOKENS, CPU_TOKENS = 128, 8
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the bench."""
+    p = argparse.ArgumentParser(
+        prog="python -m mlx_phase.bench",
+        description="Measure decode and prefill of a model, stock MLX and patched, "
+        "interleaved in one process on the same weights.",
+    )
+    p.add_argument("--model", help="hub id, folder, .gguf file or preset")
+    p.add_argument("--prompt", help="text; the patched model's answer is printed")
+    p.add_argument("--raw", action="store_true", help="--prompt without chat template")
+    p.add_argument(
+        "--prompt-tokens",
+        type=_lengths,
+        metavar="N[,N...]",
+        help="random prompts of these lengths, one table each",
+    )
+    p.add_argument(
+        "--tokens",
+        type=_at_least(2),
+        help=f"tokens to generate, 2 or more (default {TOKENS}; CPU: {CPU_TOKENS})",
+    )
+    p.add_argument(
+        "--repeats",
+        type=_at_least(1),
+        default=3,
+        help="timed runs of each side; fewer than 3 are not comparable",
+    )
+    p.add_argument(
+        "--delay", type=_seconds, default=0.0, help="seconds of rest before each run"
+    )
+    p.add_argument("--seed", type=_at_least(0), default=0, help="of random prompts")
+    p.add_argument("--no-stock", action="store_true", help="time the patched side only")
+    p.add_argument(
+        "--json", type=Path, metavar="FILE", help="append rows to this JSON Lines file"
+    )
+    return p
+
+
+def _at_least(low: int):
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number of at least {low}, got {text!r}"
+            )
+        return value
+
+    return number
+
+
+def _lengths(text: str) -> list[int]:
+    return [_at_least(1)(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds >= 0, got {text!r}")
+    return value
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise BenchError for options that don't go together, before anything loads."""
+    if args.prompt is not None and args.prompt_tokens:
+        raise BenchError("--prompt and --prompt-tokens exclude each other: give one")
+    if args.prompt is not None and not args.prompt.strip():
+        raise BenchError("--prompt is empty: give some text")
+    if args.raw and args.prompt is None:
+        raise BenchError("--raw only goes with --prompt")
+    if args.json is not None:
+        if args.json.is_dir():
+            raise BenchError(f"--json {args.json} is a folder: name a file")
+        if args.json.exists():
+            record.read(args.json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; returns the exit status (2: bad input, said in one line)."""
+    p = parser()
+    args = p.parse_args(argv)
+    try:
+        check(args)
+        return run(args)
+    except (BenchError, ModelError, ExecutorError, OSError) as error:
+        print(f"mlx_phase.bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, measure every prompt, print and append the rows."""
+    out, err = Console(), Console(stderr=True)
+    env = environment()
+    emulated = env.executor == "cpu"
+    spec = args.model or default_model()
+    with err.status(f"loading {spec}"):
+        loaded = load(spec)
+    tokenizer, config = loaded.tokenizer, loaded.config
+    if args.prompt_tokens:
+        texts = [prompts.random_ids(config, n, args.seed) for n in args.prompt_tokens]
+    elif args.prompt is not None:
+        texts = [prompts.encode(tokenizer, args.prompt, args.raw)]
+    elif tokenizer is not None:
+        texts = [prompts.encode(tokenizer, prompts.DEFAULT_PROMPT, raw=True)]
+    else:
+        texts = [prompts.random_ids(config, prompts.DEFAULT_LENGTH, args.seed)]
+    for ids in texts:
+        job = Job(
+            name=loaded.name,
+            config=config,
+            prompt=ids,
+            tokens=args.tokens or (CPU_TOKENS if emulated else TOKENS),
+            repeats=args.repeats,
+            stock=not args.no_stock,
+            delay=args.delay,
+            # The CPU executor computes while the graph is built: no host cost to show.
+            host_steps=0 if emulated else HOST_STEPS,
+        )
+        with _progress(err) as bar:
+            task = bar.add_task(loaded.name, total=job.runs * job.tokens)
+            advance = partial(bar.advance, task)
+            result = measure(loaded.model, job, patched, on_token=advance)
+        found = rows(result, env)
+        if args.prompt is not None:
+            answer = prompts.text_of(tokenizer, result.patched.warm.tokens)
+            print(answer.strip(), flush=True)
+        table.show(out, result, found, env, loaded.source)
+        if args.json is not None:
+            record.append(args.json, found)
+            err.print(f"appended {len(found)} rows to {args.json}")
+    return 0
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        console=console,
+        transient=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""Stock and patched generation, interleaved on the same loaded model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import mlx.nn as nn
+
+from .. import ops
+from ..roofline import gbs, mbu, step_bytes
+from . import record
+from .device import Environment
+from .generate import (
+    Comparison,
+    Run,
+    compare,
+    decode_weight_bytes,
+    generate,
+    host_step,
+)
+from .measure import COMPARABLE, Stats, abba, drift_free_ratio, stats, verdict
+
+NOT_COMPARED = "not checked (stock was not run)"
+Patch = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run. ``tokens`` >= 2; ``host_steps`` 0 leaves host cost unmeasured."""
+
+    name: str
+    config: dict[str, Any]
+    prompt: Sequence[int]
+    tokens: int
+    repeats: int
+    stock: bool = True
+    delay: float = 0.0
+    host_steps: int = 0
+
+    @property
+    def runs(self) -> int:
+        """Generations in all, the warm-up of each side included."""
+        return (self.repeats + 1) * (2 if self.stock else 1)
+
+
+@dataclass
+class Side:
+    """All runs of one side (stock or patched)."""
+
+    warm: Run | None = None
+    runs: list[Run] = field(default_factory=list)
+    build: list[float] = field(default_factory=list)
+    evaluate: list[float] = field(default_factory=list)
+
+    def stats(self, value: Callable[[Run], float]) -> Stats:
+        """Median and spread of a quantity over the timed runs."""
+        return stats([value(run) for run in self.runs])
+
+
+@dataclass
+class Result:
+    """Everything measured in one job."""
+
+    job: Job
+    patched: Side
+    stock: Side | None
+    equal: Comparison
+    failures: list[str]
+    weight_bytes: int
+    served: dict[str, int]
+    report: Any
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Weights and mean KV cache read by one decode step."""
+        return step_bytes(self.weight_bytes, self.patched.runs[0].kv_bytes)
+
+    @property
+    def comparable(self) -> str:
+        """``yes`` or why these numbers must not be compared."""
+        return verdict(self.job.repeats, self.failures)
+
+    def ratio(self, value: Callable[[Run], float]) -> float | None:
+        """Stock time over patched time, drift removed (None without stock)."""
+        if self.stock is None:
+            return None
+        return drift_free_ratio(
+            [value(run) for run in self.patched.runs],
+            [value(run) for run in self.stock.runs],
+        )
+
+
+def measure(
+    model: nn.Module,
+    job: Job,
+    patch: Patch,
+    *,
+    on_token: Callable[[], object] = lambda: None,
+    generate: Callable[..., Run] = generate,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Result:
+    """Warm up both sides, then time them in A B B A order (A is patched).
+
+    ``patch(model)`` is a context manager that yields the patch report. Patching and
+    its checks happen outside the clock; the served counters are those of the timed
+    runs.
+    """
+    weights = decode_weight_bytes(model, job.config)
+    sides = {"A": Side(), "B": Side()}
+    report = None
+    failures: list[str] = []
+
+    def run(name: str, **options: Any) -> Run:
+        nonlocal report
+        if name == "B":
+            return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
+        with patch(model) as report:
+            return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
+
+    order = abba(job.repeats) if job.stock else "A" * job.repeats
+    for name in sorted(set(order)):
+        sides[name].warm = run(name, keep_logprobs=True)
+    ops.reset_served()
+    for name in order:
+        if job.delay:
+            sleep(job.delay)
+        sides[name].runs.append(run(name))
+    served = dict(ops.served())
+    for name in sorted(set(order)) if job.host_steps else ():
+        side = sides[name]
+        if name == "B":
+            times = host_step(model, job.prompt, job.host_steps)
+        else:
+            with patch(model):
+                times = host_step(model, job.prompt, job.host_steps)
+        side.build, side.evaluate = times
+    equal = Comparison(NOT_COMPARED)
+    if job.stock:
+        equal = compare(sides["B"].warm, sides["A"].warm)
+        if equal.failure:
+            failures.append(equal.failure)
+    for name in sorted(set(order)):
+        side = sides[name]
+        if any(each.tokens != side.warm.tokens for each in side.runs):
+            failures.append(f"{'patched' if name == 'A' else 'stock'} tokens changed "
+                            "from run to run")  # fmt: skip
+    failures += [f"kernel {name}: {why}" for name, why in ops.off().items()]
+    return Result(
+        job=job,
+        patched=sides["A"],
+        stock=sides["B"] if job.stock else None,
+        equal=equal,
+        failures=failures,
+        weight_bytes=weights,
+        served=served,
+        report=report,
+    )
+
+
+def rows(result: Result, env: Environment) -> list[dict[str, Any]]:
+    """The prefill row and the decode row of a result."""
+    return [_row(result, env, phase) for phase in ("prefill", "decode")]
+
+
+def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
+    job, decode = result.job, phase == "decode"
+
+    def seconds(run: Run) -> float:
+        return run.step if decode else run.ttft / run.prompt_tokens
+
+    values: dict[str, Any] = {
+        "suite": "e2e",
+        "model": job.name,
+        "phase": phase,
+        "prompt_tokens": len(job.prompt),
+        "tokens": job.tokens,
+        "us_source": "wall",
+        "ratio": result.ratio(seconds),
+        "repeats": job.repeats,
+        "delay_s": job.delay,
+        "comparable": result.comparable,
+        "tokens_equal": result.equal.text,
+        "served": result.served,
+        **_quantization(job.config),
+        **env.fields(),
+    }
+    for prefix, side in (("", result.patched), ("stock_", result.stock)):
+        if side is None:
+            continue
+        time_ = side.stats(seconds)
+        values |= {
+            f"{prefix}us": time_.median * 1e6,
+            f"{prefix}tok_s": 1 / time_.median,
+            f"{prefix}spread": time_.spread,
+            f"{prefix}peak_bytes": max(run.peak_bytes for run in side.runs),
+        }
+        if not prefix:
+            values |= {"us_min": time_.low * 1e6, "us_max": time_.high * 1e6}
+        if not decode:
+            ttft = side.stats(lambda run: run.ttft).median
+            values[f"{prefix}ttft_ms"] = ttft * 1e3
+            continue
+        for percent in (50, 99):
+            itl = side.stats(lambda run, p=percent: run.latency(p)).median
+            values[f"{prefix}itl_p{percent}_ms"] = itl * 1e3
+        if side.build:
+            values[f"{prefix}build_us"] = median(side.build) * 1e6
+            values[f"{prefix}eval_us"] = median(side.evaluate) * 1e6
+    if decode:
+        step = result.patched.stats(seconds).median
+        moved = result.bytes_per_token
+        values["bytes_per_token"] = moved
+        values["gbps"] = gbs(moved, step)
+        values["frac_peak"] = mbu(moved, step, env.chip)
+    if env.executor == "cpu":
+        values["note"] = "emulation on a CPU: says nothing about any GPU"
+    return record.row(**values)
+
+
+def _quantization(config: dict[str, Any]) -> dict[str, Any]:
+    # Mixed-precision models list layers beside these defaults; the defaults are named.
+    quant = config.get("quantization") or config.get("quantization_config") or {}
+    found = {
+        "bits": quant.get("bits"),
+        "group": quant.get("group_size"),
+        "mode": quant.get("mode", "affine" if quant else "none"),
+    }
+    return {k: v for k, v in found.items() if isinstance(v, (int, str))}
+
+
+__all__ = ["COMPARABLE", "Job", "Result", "Side", "measure", "rows"]

@@ -1,0 +1,180 @@
+"""Compiles C++ for this processor and keeps the result on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from ctypes import CDLL
+from pathlib import Path
+
+import platformdirs
+
+from mlx_phase.executor.error import ExecutorError
+
+INCLUDE = Path(__file__).parent / "include"
+RUNTIME = ("cpu_fiber.c", "cpu_pool.c", "cpu_report.c")
+
+#: Metal's safe math: no contraction of a * b + c, half and bfloat rounded after every
+#: operation, `1.0` is a float. Metal code reinterprets pointers freely: no strict
+#: aliasing.
+KERNEL_FLAGS = (
+    "-x c++ -std=c++17 -fno-exceptions -fno-rtti -fno-threadsafe-statics "
+    "-ffp-contract=off -fno-strict-aliasing -fwrapv "
+    "-Xclang -cl-single-precision-constant "
+    "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none"
+).split()
+#: Stack probes make a huge local array meet the guard page instead of jumping over it.
+COMMON_FLAGS = (
+    "-O2 -fstack-clash-protection -fomit-frame-pointer -fvisibility=hidden "
+    "-shared -fPIC -w"
+).split()
+#: On Linux libc and libm are in the process already. Without -nostdlib zig first builds
+#: its compiler runtime and libc stubs: 10 s once per machine.
+LEAN_FLAGS = ("-nostdlib",) if sys.platform == "linux" else ("-lm",)
+#: Lines of a compiler's complaint that an error shows.
+SHOWN_LINES = 12
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: ``MLX_PHASE_CACHE`` or the user's cache folder."""
+    chosen = os.environ.get("MLX_PHASE_CACHE")
+    base = Path(chosen) if chosen else Path(platformdirs.user_cache_dir("mlx_phase"))
+    return base / "cpu"
+
+
+@functools.cache
+def compiler() -> tuple[tuple[str, ...], str]:
+    """Return (command, version) of the clang to use: ziglang's, else one on PATH.
+
+    Raises ExecutorError if there is none.
+    """
+    spec = importlib.util.find_spec("ziglang")
+    if spec is not None and spec.submodule_search_locations:
+        # The binary itself: going through `python -m ziglang` starts an interpreter.
+        folder = Path(next(iter(spec.submodule_search_locations)))
+        binary = folder / ("zig.exe" if sys.platform == "win32" else "zig")
+        command = (
+            (str(binary), "cc")
+            if binary.exists()
+            else (sys.executable, "-m", "ziglang", "cc")
+        )
+        return command, f"zig {importlib.metadata.version('ziglang')}"
+    clang = shutil.which("clang")
+    if clang is None:
+        raise ExecutorError(
+            "the CPU executor compiles kernels and found no compiler: "
+            "`pip install ziglang` (or mlx_phase[cpu]), or put clang on PATH"
+        )
+    found = subprocess.run([clang, "--version"], capture_output=True, text=True)
+    return (clang,), found.stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What -march=native depends on, so that a shared cache never mixes machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines()
+    return platform.machine() + "\n".join(x for x in lines if x.startswith(wanted))
+
+
+@functools.cache
+def _headers() -> str:
+    """Digest of every header, compiled into each kernel's key."""
+    digest = hashlib.sha256()
+    for path in sorted(INCLUDE.iterdir()):
+        if path.suffix in (".h", ".c"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _native() -> list[str]:
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return ["-march=native" if x86 else "-mcpu=native"]
+
+
+def build(code: str | None, flags: Sequence[str], files: Sequence[str] = ()) -> Path:
+    """Compile ``code`` (or ``files``) to a shared library; a path in the cache.
+
+    Several processes may build the same thing: the finished file is moved into place.
+    Raises ExecutorError with the compiler's first lines if it fails.
+    """
+    command, version = compiler()
+    flags = [*COMMON_FLAGS, *_native(), *flags]
+    digest = hashlib.sha256()
+    for part in (version, _processor(), _headers(), *flags, *files, code or ""):
+        digest.update(part.encode() + b"\0")
+    target = cache_folder() / f"{digest.hexdigest()[:32]}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            if code is not None:
+                (Path(folder) / "kernel.cpp").write_text(code)
+                files = [str(Path(folder) / "kernel.cpp")]
+            made = Path(folder) / "made.so"
+            result = subprocess.run(
+                [*command, *flags, "-I", str(INCLUDE), "-o", str(made), *files],
+                capture_output=True,
+                text=True,
+            )
+            if result.returncode or not made.exists():
+                raise ExecutorError(complaint(result.stderr))
+            os.replace(made, target)
+    except OSError as error:
+        raise ExecutorError(
+            f"cannot write compiled kernels to {target.parent} ({error}); set "
+            "MLX_PHASE_CACHE to a folder that can be written"
+        ) from error
+    return target
+
+
+def complaint(stderr: str) -> str:
+    """The first errors of a compiler's output, without the notes after them."""
+    lines = stderr.strip().splitlines()
+    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
+    return "\n".join(lines[first : first + SHOWN_LINES]) or "the compiler failed"
+
+
+def load(code: str | None, flags: Sequence[str], files: Sequence[str] = ()) -> CDLL:
+    """Compile and load; see ``build``."""
+    _math()
+    path = build(code, [*flags, *LEAN_FLAGS], files)
+    try:
+        return CDLL(str(path))
+    except OSError as error:
+        if "undefined symbol" not in str(error):
+            raise
+    # A processor without, say, half conversions needs the compiler's own library.
+    return CDLL(str(build(code, [*flags, "-lm"], files)))
+
+
+@functools.cache
+def _math() -> None:
+    """Put the C library's math where kernels find it; musl has it in libc already."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def runtime() -> CDLL:
+    """The scheduler's library, built on first use."""
+    library = load(None, [], [str(INCLUDE / name) for name in RUNTIME])
+    # Its OS threads do not survive a fork: the child starts its own.
+    os.register_at_fork(after_in_child=library.emu_after_fork)
+    return library

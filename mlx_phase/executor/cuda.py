@@ -1,0 +1,212 @@
+"""NVIDIA executor: Metal kernels through mx.fast.cuda_kernel.
+
+MLX rebuilds, copies and hashes a kernel's whole source on every call, so the text is
+kept in a file (named by its hash) and MLX sees one #include and one function call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_phase.executor import arguments, cuda_text, signature
+from mlx_phase.executor.cuda_text import Kernel, Variant
+
+#: Kinds of calls remembered for each kernel; grids of changing shapes may be many.
+_MAX_READY = 4096
+
+
+def metal_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    atomic_outputs: bool = False,
+    compile_options: dict[str, str] | None = None,
+) -> Callable[..., list[mx.array]]:
+    """Make a CUDA kernel from Metal text; arguments as ``mx.fast.metal_kernel``.
+
+    ``compile_options`` is checked but has no effect: NVRTC's options are MLX's.
+    Compile errors come at evaluation, as RuntimeError with the compiler's log.
+    """
+    arguments.check_kernel(
+        name, input_names, output_names, source, header, compile_options
+    )
+    kernel = Kernel(
+        name,
+        tuple(input_names),
+        tuple(output_names),
+        source,
+        header,
+        atomic_outputs,
+    )
+    maybe_scalar = [i for i in range(len(input_names)) if kernel.may_be_scalar(i)]
+    built: dict[Variant, Any] = {}
+    ready: dict[Any, tuple[Any, mx.array | None]] = {}
+
+    def prepare(
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, Any]] | None,
+        verbose: bool,
+    ) -> tuple[Any, mx.array | None]:
+        """Check the call, and find or build the MLX kernel that it needs."""
+        names = kernel.input_names, kernel.output_names
+        arguments.check_call(*names, inputs, output_shapes, output_dtypes)
+        ragged, extent = _grid_shape(grid, threadgroup)
+        variant = _variant(kernel, inputs, template, ragged, extent is not None)
+        if verbose:
+            print(cuda_text.definition(kernel, variant))
+        if variant not in built:
+            built[variant] = _build(kernel, variant, ensure_row_contiguous)
+        return built[variant], extent
+
+    def call(
+        *,
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, Any]] | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+    ) -> list[mx.array]:
+        # This runs hundreds of times per token: one look-up, nothing built. Lists and
+        # Python numbers cannot be keys and take the longer way.
+        key = None
+        try:
+            key = (
+                grid,
+                threadgroup,
+                tuple([inputs[i].ndim for i in maybe_scalar]),
+                tuple(template) if template else None,
+            )
+            mlx_kernel, extent = ready[key]
+        except (LookupError, TypeError, AttributeError) as miss:
+            mlx_kernel, extent = prepare(
+                inputs,
+                output_shapes,
+                output_dtypes,
+                grid,
+                threadgroup,
+                template,
+                verbose,
+            )
+            if isinstance(miss, KeyError):
+                if len(ready) >= _MAX_READY:
+                    ready.clear()
+                ready[key] = mlx_kernel, extent
+        if extent is not None:
+            inputs = [*inputs, extent]
+        return mlx_kernel(
+            inputs=inputs,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            grid=grid,
+            threadgroup=threadgroup,
+            template=template,
+            init_value=init_value,
+            verbose=verbose,
+            stream=stream,
+        )
+
+    return call
+
+
+def _grid_shape(
+    grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
+) -> tuple[bool, mx.array | None]:
+    """Whether warps may lack lanes, and the grid's size if threadgroups overhang it."""
+    sizes = arguments.three("grid", grid)
+    # As MLX: no threadgroup is larger than the grid.
+    blocks = [
+        max(1, min(s, t))
+        for s, t in zip(sizes, arguments.three("threadgroup", threadgroup), strict=True)
+    ]
+    partial = any(s % b for s, b in zip(sizes, blocks, strict=True))
+    ragged = partial or blocks[0] * blocks[1] * blocks[2] % 32 != 0
+    return ragged, mx.array(sizes, dtype=mx.uint32) if partial else None
+
+
+def _variant(
+    kernel: Kernel,
+    inputs: Sequence[Any],
+    template: Sequence[tuple[str, Any]] | None,
+    ragged: bool,
+    partial: bool,
+) -> Variant:
+    """Describe the text that these arguments need."""
+    scalars = tuple(
+        kernel.may_be_scalar(i) and getattr(value, "ndim", 0) == 0
+        for i, value in enumerate(inputs)
+    )
+    kinds = tuple((a.name, a.kind) for a in signature.template_arguments(template))
+    return Variant(scalars, kinds, ragged, partial)
+
+
+def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any:
+    text = cuda_text.definition(kernel, variant)
+    return mx.fast.cuda_kernel(
+        name=kernel.name,
+        input_names=kernel.mlx_inputs(variant),
+        output_names=kernel.mlx_outputs(),
+        source=cuda_text.call(kernel, variant),
+        header=_stored(kernel.name, text),
+        ensure_row_contiguous=ensure_row_contiguous,
+    )
+
+
+@functools.cache
+def _library_hash() -> bytes:
+    """Hash of the include files: the stored text depends on them."""
+    digest = hashlib.sha256()
+    for path in sorted(cuda_text.INCLUDE.glob("*.h")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def cache_folder() -> Path:
+    """Folder for kernel text: MLX_PHASE_CACHE, or the user's cache folder."""
+    root = os.environ.get("MLX_PHASE_CACHE")
+    if not root:
+        import platformdirs
+
+        root = platformdirs.user_cache_dir("mlx_phase")
+    return Path(root).absolute() / "cuda"
+
+
+def _stored(name: str, text: str) -> str:
+    """Write ``text`` to the cache and return the #include that reads it."""
+    digest = hashlib.sha256(_library_hash() + text.encode()).hexdigest()[:16]
+    path = cache_folder() / f"{name}-{digest}.h"
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.parent, delete=False
+            ) as file:
+                file.write(text)
+            os.replace(file.name, path)
+        except OSError as error:
+            warnings.warn(
+                f"kernel text cannot be stored in {path.parent} ({error}): launches "
+                "are slower; point MLX_PHASE_CACHE at a folder that can be written",
+                stacklevel=3,
+            )
+            return text
+    return f'#include "{path.as_posix()}"\n'

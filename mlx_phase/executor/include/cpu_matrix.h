@@ -1,0 +1,116 @@
+// simdgroup_matrix<T, 8, 8>: a lane holds two neighbours of a row, by the map of Apple GPUs.
+#pragma once
+
+namespace metal {
+
+template <typename T, int ROWS, int COLS>
+struct simdgroup_matrix {
+  static_assert(ROWS == 8 && COLS == 8, "simdgroup_matrix is 8 x 8");
+  typedef vec<T, 2> storage_type;
+  storage_type elements;
+
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal);
+  storage_type& thread_elements() { return elements; }
+  const storage_type& thread_elements() const { return elements; }
+};
+
+}  // namespace metal
+
+namespace emu {
+
+struct Place { uint32_t row, col; };
+inline Place place(uint32_t lane) {
+  return {((lane / 4) & 4) + ((lane / 2) % 4), ((lane / 4) & 2) * 2 + (lane % 2) * 2};
+}
+
+// A lane's share of the three operands. Products and sums are taken in float, k ascending.
+struct Operands { float a[2], b[2], c[2]; };
+
+struct Multiply {
+  void operator()(Operands* s, uint32_t count) const {
+    float a[8][8], b[8][8];
+    for (uint32_t l = 0; l < count; l++) {
+      const Place p = place(l);
+      for (int i = 0; i < 2; i++) a[p.row][p.col + i] = s[l].a[i], b[p.row][p.col + i] = s[l].b[i];
+    }
+    for (uint32_t l = 0; l < count; l++) {
+      const Place p = place(l);
+      for (int i = 0; i < 2; i++) {
+        float sum = s[l].c[i];
+        for (int k = 0; k < 8; k++) sum = __builtin_fmaf(a[p.row][k], b[k][p.col + i], sum);
+        s[l].c[i] = sum;
+      }
+    }
+  }
+};
+
+template <typename D, typename A, typename B>
+inline void multiply(D& d, const A& a, const B& b, float c0, float c1, EmuOp op, uint32_t at, const char* file) {
+  EmuLane* self = emu_self();
+  if (self->simd->whole.count != 32)
+    self->worker->fail(self, EMU_MISUSE, op, at, file, "a simdgroup_matrix needs all 32 lanes of the simdgroup");
+  const Operands mine = {{(float)a.elements[0], (float)a.elements[1]},
+                         {(float)b.elements[0], (float)b.elements[1]},
+                         {c0, c1}};
+  const Operands& r = gather<Whole>(self, mine, op, at, file, Multiply())[self->lane];
+  typedef typename D::storage_type::element_type T;
+  d.elements[0] = (T)r.c[0];
+  d.elements[1] = (T)r.c[1];
+}
+
+}  // namespace emu
+
+namespace metal {
+
+template <typename T, int R, int C>
+inline simdgroup_matrix<T, R, C>::simdgroup_matrix(T diagonal) {
+  const emu::Place p = emu::place(emu_self()->lane);
+  for (uint32_t i = 0; i < 2; i++) elements[i] = p.row == p.col + i ? diagonal : (T)0;
+}
+
+template <typename T, int R, int C, typename U>
+inline simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(U value) {
+  simdgroup_matrix<T, R, C> m;
+  m.elements[0] = m.elements[1] = (T)value;
+  return m;
+}
+
+template <typename T, int R, int C, typename S>
+inline void simdgroup_load(simdgroup_matrix<T, R, C>& d, const S* src, ulong elements_per_row = C,
+                           vec<ulong, 2> origin = vec<ulong, 2>(0ul, 0ul), bool transpose = false) {
+  const emu::Place p = emu::place(emu_self()->lane);
+  for (uint32_t i = 0; i < 2; i++) {
+    const ulong row = transpose ? p.col + i : p.row, col = transpose ? p.row : p.col + i;
+    d.elements[i] = (T)src[(origin[1] + row) * elements_per_row + origin[0] + col];
+  }
+}
+
+template <typename T, int R, int C, typename S>
+inline void simdgroup_store(const simdgroup_matrix<T, R, C>& s, S* dst, ulong elements_per_row = C,
+                            vec<ulong, 2> origin = vec<ulong, 2>(0ul, 0ul), bool transpose = false) {
+  const emu::Place p = emu::place(emu_self()->lane);
+  for (uint32_t i = 0; i < 2; i++) {
+    const ulong row = transpose ? p.col + i : p.row, col = transpose ? p.row : p.col + i;
+    dst[(origin[1] + row) * elements_per_row + origin[0] + col] = (S)s.elements[i];
+  }
+}
+
+template <typename D, typename A, typename B>
+inline void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
+                               const simdgroup_matrix<B, 8, 8>& b, EMU_AT) {
+  emu::multiply(d, a, b, 0.0f, 0.0f, EMU_simdgroup_multiply, at, file);
+}
+
+template <typename D, typename A, typename B, typename C>
+inline void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
+                                          const simdgroup_matrix<B, 8, 8>& b, const simdgroup_matrix<C, 8, 8>& c,
+                                          EMU_AT) {
+  emu::multiply(d, a, b, (float)c.elements[0], (float)c.elements[1], EMU_simdgroup_multiply_accumulate, at, file);
+}
+
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+}  // namespace metal

@@ -1,0 +1,116 @@
+"""Compile CUDA C++ to PTX with NVRTC: no GPU and no driver needed.
+
+Used to check kernels where there is no GPU. The pip packages nvidia-cuda-nvrtc,
+nvidia-cuda-runtime, nvidia-cuda-cccl and nvidia-cuda-crt bring all that it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class NvrtcMissing(RuntimeError):
+    """NVRTC or the CUDA headers are not installed."""
+
+
+class NvrtcError(RuntimeError):
+    """The text does not compile; the message is the compiler's log."""
+
+
+_INSTALL = (
+    "install them with: pip install nvidia-cuda-nvrtc nvidia-cuda-runtime "
+    "nvidia-cuda-cccl nvidia-cuda-crt (the dev extra does)"
+)
+
+
+def _roots() -> list[Path]:
+    """Folders that may hold a CUDA toolkit: the pip packages first, then CUDA_HOME."""
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    homes.append("/usr/local/cuda")
+    return [
+        *sorted(site.glob("cu[0-9]*"), reverse=True),
+        *sorted(site.glob("cuda_*")),
+        *(Path(home) for home in homes if home),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Load libnvrtc; raises NvrtcMissing."""
+    names = ("libnvrtc.so.1[0-9]", "libnvrtc.so", "nvrtc64*.dll")
+    folders = ("lib", "lib64", "bin", "targets/*/lib")
+    for root in _roots():
+        for folder in folders:
+            for name in names:
+                for path in sorted(root.glob(f"{folder}/{name}"), reverse=True):
+                    return ctypes.CDLL(str(path))
+    raise NvrtcMissing(f"libnvrtc was not found; {_INSTALL}")
+
+
+@functools.cache
+def include_paths() -> tuple[str, ...]:
+    """Folders with cuda_fp16.h and cuda/std/array; raises NvrtcMissing."""
+    found: dict[str, str] = {}
+    for root in _roots():
+        for folder in ("include", "include/cccl", "cccl", "targets/*/include"):
+            for path in sorted(root.glob(folder)):
+                for header in ("cuda_fp16.h", "cuda/std/array", "crt/host_defines.h"):
+                    if header not in found and (path / header).is_file():
+                        found[header] = str(path)
+    missing = {"cuda_fp16.h", "cuda/std/array"} - found.keys()
+    if missing:
+        raise NvrtcMissing(f"CUDA headers {sorted(missing)} were not found; {_INSTALL}")
+    return tuple(dict.fromkeys(found.values()))
+
+
+def version() -> tuple[int, int]:
+    """Version of NVRTC, such as (13, 0); raises NvrtcMissing."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def compile_ptx(
+    text: str, name: str, arch: str = "sm_80", options: Sequence[str] = ()
+) -> str:
+    """Compile ``text`` for ``arch`` with MLX's options and return the PTX.
+
+    Raises NvrtcError with the compiler's log, NvrtcMissing without NVRTC.
+    """
+    nvrtc = library()
+    flags = [
+        "--std=c++17",
+        "--device-as-default-execution-space",
+        f"-arch={arch}",
+        *(f"-I{path}" for path in include_paths()),
+        *options,
+    ]
+    program = ctypes.c_void_p()
+    status = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None
+    )
+    if status != 0:
+        raise NvrtcError(f"nvrtcCreateProgram failed with status {status}")
+    try:
+        argv = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), argv)
+        if status != 0:
+            log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            raise NvrtcError(log or f"NVRTC failed with status {status}")
+        return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program: ctypes.c_void_p, size_of: object, get: object) -> str:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))  # type: ignore[operator]
+    buffer = ctypes.create_string_buffer(size.value)
+    get(program, buffer)  # type: ignore[operator]
+    return buffer.value.decode(errors="replace")

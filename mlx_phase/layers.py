@@ -1,0 +1,175 @@
+"""Drop-in layers: the stock classes with another product, made by class swap.
+
+`adopt` turns a layer into its drop-in and `release` turns it back. Parameters stay
+the very same arrays, `isinstance` holds, and nothing is added to `parameters()`.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+)
+
+from .ops import MAX_M, Route, route_linear, route_quantized, stock_route
+
+TRAINING = "layer in training mode: the kernels have no gradient"
+# Shapes a layer remembers; decode uses a handful, so more means odd use.
+MAX_CACHED = 64
+
+
+class Routes(dict):
+    """Routes by (shape, dtype) of x; a copy or pickle of a layer starts empty."""
+
+    def __reduce__(self):
+        # Routes hold functions, and mx.Dtype cannot be pickled.
+        return Routes, ()
+
+
+class _Phase:
+    """What the drop-ins share: routes by (shape, dtype) of x, kept off the params."""
+
+    _routes: Routes
+    _train: bool = False
+
+    def _find(self, x: mx.array) -> Route:
+        route = stock_route(TRAINING) if self._train else self._choose(x)
+        few = x.size <= MAX_M * x.shape[-1] and len(self._routes) < MAX_CACHED
+        if few:
+            self._routes[x.shape, x.dtype] = route
+        return route
+
+    def _choose(self, x: mx.array) -> Route:
+        return route_quantized(
+            x,
+            self["weight"],
+            self["scales"],
+            self.get("biases"),
+            True,
+            self.group_size,
+            self.bits,
+            self.mode,
+        )
+
+    def _product(self, x: mx.array) -> mx.array | None:
+        """x @ W.T without bias, or None where stock has to serve."""
+        route = self._routes.get((x.shape, x.dtype)) or self._find(x)
+        route.calls += 1
+        if route.launch is None:
+            return None
+        if (biases := self.get("biases")) is None:
+            return route.launch(x, self["weight"], self["scales"])
+        return route.launch(x, self["weight"], self["scales"], biases)
+
+    def __setitem__(self, key: str, value) -> None:
+        # New weights may have another shape or dtype than the routes assume.
+        super().__setitem__(key, value)
+        self._forget()
+
+    def _set_training_mode(self, mode: bool) -> None:
+        super()._set_training_mode(mode)
+        object.__setattr__(self, "_train", bool(mode))
+        self._forget()
+
+    def _forget(self) -> None:
+        # Unpickling sets items before attributes.
+        self.__dict__.get("_routes", {}).clear()
+
+
+class PhaseQuantizedLinear(_Phase, nn.QuantizedLinear):
+    """nn.QuantizedLinear on the decode kernels."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return nn.QuantizedLinear.__call__(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class PhaseQuantizedEmbedding(_Phase, nn.QuantizedEmbedding):
+    """nn.QuantizedEmbedding whose `as_linear` (tied head) uses the kernels."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return nn.QuantizedEmbedding.as_linear(self, x)
+        return y
+
+
+class PhaseAllToSharded(_Phase, QuantizedAllToShardedLinear):
+    """QuantizedAllToShardedLinear; its gradient hook only acts in training."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return QuantizedAllToShardedLinear.__call__(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class PhaseShardedToAll(_Phase, QuantizedShardedToAllLinear):
+    """QuantizedShardedToAllLinear: product, sum over the group, bias."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return QuantizedShardedToAllLinear.__call__(self, x)
+        y = mx.distributed.all_sum(y, group=self.group)
+        return y + self["bias"] if "bias" in self else y
+
+
+class _Plain(_Phase):
+    def _choose(self, x: mx.array) -> Route:
+        return route_linear(x, self["weight"], self.get("bias"))
+
+    def _product(self, x: mx.array) -> mx.array | None:
+        route = self._routes.get((x.shape, x.dtype)) or self._find(x)
+        route.calls += 1
+        return None if route.launch is None else route.launch(x, self["weight"])
+
+
+class PhaseLinear(_Plain, nn.Linear):
+    """nn.Linear (plain fp16, bf16 or fp32 weights) on the decode kernels."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return nn.Linear.__call__(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class PhaseEmbedding(_Plain, nn.Embedding):
+    """nn.Embedding whose `as_linear` (tied head) uses the kernels."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        if (y := self._product(x)) is None:
+            return nn.Embedding.as_linear(self, x)
+        return y
+
+
+QUANTIZED: dict[type, type] = {
+    nn.QuantizedLinear: PhaseQuantizedLinear,
+    nn.QuantizedEmbedding: PhaseQuantizedEmbedding,
+    QuantizedAllToShardedLinear: PhaseAllToSharded,
+    QuantizedShardedToAllLinear: PhaseShardedToAll,
+}
+PLAIN: dict[type, type] = {nn.Linear: PhaseLinear, nn.Embedding: PhaseEmbedding}
+STOCK: dict[type, type] = {p: s for s, p in (QUANTIZED | PLAIN).items()}
+
+
+def adopted(layer: nn.Module) -> bool:
+    """Whether a layer is a drop-in now."""
+    return type(layer) in STOCK
+
+
+def adopt(layer: nn.Module) -> None:
+    """Swap a stock layer's class for its drop-in (exact types only)."""
+    kind = (QUANTIZED | PLAIN)[type(layer)]
+    # Not a module item: those are parameters and children.
+    object.__setattr__(layer, "_routes", Routes())
+    try:
+        layer.__class__ = kind
+    except TypeError:
+        object.__delattr__(layer, "_routes")
+        raise
+
+
+def release(layer: nn.Module) -> None:
+    """Give a drop-in its stock class back; its arrays were never touched."""
+    layer.__class__ = STOCK[type(layer)]
+    for name in ("_routes", "_train"):
+        layer.__dict__.pop(name, None)
