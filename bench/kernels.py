@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -143,8 +144,13 @@ def effort(args: argparse.Namespace) -> kernel_suite.Effort:
 def decode_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
     """Rows of the decode suite; cases beyond the time budget are named, not run."""
     events = gpu_time.cuda_events if env.executor == "cuda" else None
+    if env.executor == "cpu" and not args.shapes:
+        raise BenchError("the default shapes take hours in emulation: give small "
+                         "ones, such as --shapes 512x512")  # fmt: skip
     cases, plan_of = chosen_cases(args), effort(args)
     start, rows, done = time.monotonic(), [], 0
+    if events is not None:
+        warm_profiler(events, err)
     for case in track(cases, "decode", console=err, transient=True):
         if time.monotonic() - start > args.budget:
             break
@@ -154,9 +160,20 @@ def decode_rows(args: argparse.Namespace, env: Environment, err: Console) -> lis
             rows.append(row)
         except NoiseError as noise:
             err.print(f"no row: {noise}; try a longer --chain")
+        except RuntimeError as error:
+            # MLX reports a kernel that does not compile or launch so. The rest goes on.
+            err.print(f"no row: {kernel_suite.describe(case)}: {error}", markup=False)
     for case in cases[done:]:
         err.print(f"not run, time budget: {kernel_suite.describe(case)}")
     return rows
+
+
+def warm_profiler(events: gpu_time.Recorder, err: Console) -> None:
+    """Attach the profiler before MLX makes its graphs; say so if it can't be."""
+    try:
+        events(lambda: mx.eval(mx.arange(8) + 1))
+    except gpu_time.ProfileError as missing:
+        err.print(f"wall times instead of GPU times: {missing}", markup=False)
 
 
 def host_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:

@@ -114,10 +114,12 @@ def config(gguf: GGUF) -> dict[str, Any]:
     layers = {
         _mlx_name(gguf, info.name)[0]: _quantised(info)
         for info in gguf.tensors.values()
-        if info.type in QUANTISED and info.name != _FREQS
+        if info.type in QUANTISED
     }
     if layers:
-        result["quantization"] = {**next(iter(layers.values())), **layers}
+        # As mlx-lm writes it: the usual setting, then every layer by name.
+        usual = max(layers.values(), key=list(layers.values()).count)
+        result["quantization"] = {**usual, **layers}
     return result
 
 

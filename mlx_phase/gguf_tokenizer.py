@@ -100,8 +100,8 @@ def build(gguf: GGUF, rows: int) -> TokenizerWrapper:
     types = gguf.get("tokenizer.ggml.token_type", list, [])
     if types and len(types) != len(tokens):
         raise ModelError(f"{gguf.path}: {len(types)} token types, {len(tokens)} tokens")
-    control = [t for t, type_ in zip(tokens, types) if type_ == CONTROL]
-    user = [t for t, type_ in zip(tokens, types) if type_ == USER_DEFINED]
+    control = [tokens[i] for i, kind_ in enumerate(types) if kind_ == CONTROL]
+    user = [tokens[i] for i, kind_ in enumerate(types) if kind_ == USER_DEFINED]
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )

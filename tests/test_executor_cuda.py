@@ -44,7 +44,7 @@ def compiled(case: Case, arch: str = "sm_80", **options) -> str:
         Arg(name, metal_type(d), e.ndim, e.size)
         for name, d, e in zip(case.outputs, case.dtypes, case.expected, strict=True)
     ]
-    ragged, extent = cuda._grid_shape(case.grid, case.threadgroup)
+    _, ragged, extent = cuda._grid_shape(case.grid, case.threadgroup)
     options = {"ragged": ragged, "partial": extent is not None} | options
     try:
         return cuda_check.compile_check(
@@ -134,9 +134,10 @@ def test_every_attribute_is_known():
 
 def test_text_for_mlx_is_short():
     kernel = cuda_text.Kernel("k", ("x", "s"), ("y",), "y[0] = x_strides[0] * s;")
-    variant = cuda_text.Variant((False, True), (("T", "typename"), ("N", "int")))
+    template = signature.template_arguments([("T", mx.float16), ("N", -3)])
+    variant = cuda_text.Variant((False, True), template)
     assert cuda_text.call(kernel, variant) == (
-        "::msl::kernel_k<::msl::msl_t<T>, N>(::msl::msl_input(in0), "
+        "::msl::kernel_k<::msl::float16_t, -3>(::msl::msl_input(in0), "
         "(const ::msl::int64_t*)in0_strides.data(), *::msl::msl_input(in1), "
         "::msl::msl_output(out0));\n"
     )
@@ -149,6 +150,21 @@ def test_stored_text_follows_its_content(tmp_path):
     paths = [line.split('"')[1] for line in (first, other)]
     assert [open(p).read() for p in paths] == ["int a;\n", "int b;\n"]
     assert all(p.startswith(tmp_path.as_posix()) for p in paths)
+
+
+def test_nvrtc_reads_stored_text():
+    header = cuda._stored("k", "__global__ void stored(float* o) { o[0] = 1; }\n")
+    try:
+        assert "stored" in nvrtc.compile_ptx(header, "k")
+    except nvrtc.NvrtcMissing as error:
+        pytest.skip(str(error))
+
+
+def test_missing_nvrtc_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_roots", lambda: [])
+    for find in (nvrtc.library, nvrtc.include_paths):
+        with pytest.raises(nvrtc.NvrtcMissing, match="pip install nvidia-cuda-nvrtc"):
+            find.__wrapped__()
 
 
 def test_a_folder_that_cannot_be_written_costs_speed_only(tmp_path, monkeypatch):
@@ -193,9 +209,11 @@ def test_one_build_serves_calls_of_one_kind(recorder):
         launch(kernel, [mx.zeros(8)], template=[("N", 2)])
         launch(kernel, [mx.array(1.0)], template=[("N", 3)])
         launch(kernel, [2.0], template=[("N", 3)])
-    launch(kernel, [2.0], template=[("N", True)])
+        launch(kernel, [2.0], template=[("N", 3)], grid=[64, 1, 1])
+    launch(kernel, [2.0], template=[("N", -3)])
     assert len(recorder.built) == 3
-    assert len(recorder.calls) == 7
+    assert len({build["name"] for build in recorder.built}) == 3
+    assert len(recorder.calls) == 9
     assert recorder.built[0]["header"].startswith('#include "')
 
 
@@ -206,6 +224,7 @@ def test_overhanging_threadgroups_get_the_grid(recorder):
     assert recorder.built[0]["input_names"] == ["in0", "msl_extent"]
     launch(kernel, [mx.zeros(8)], (16, 2, 1), (32, 2, 1))
     assert recorder.built[1]["input_names"] == ["in0"]
+    assert recorder.calls[1]["threadgroup"] == (16, 2, 1)
 
 
 def test_bad_arguments_are_named(recorder):

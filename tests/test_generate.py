@@ -87,6 +87,16 @@ def test_only_the_routed_experts_are_read():
         gen.decode_weight_bytes(model, {})
 
 
+def test_the_format_is_that_of_most_bytes():
+    assert gen.weight_format(tiny()) == {"bits": 4, "group": 32, "mode": "affine"}
+    plain = gen.weight_format(tiny(quantised=False))
+    assert plain == {"bits": 32, "group": 0, "mode": "none"}
+    model = tiny()
+    layer = model.model.layers[0].mlp
+    layer.up_proj = nn.QuantizedLinear(64, 128, bias=False, group_size=64, bits=8)
+    assert gen.weight_format(model)["bits"] == 4  # mixed: one layer of 14
+
+
 # --- equal tokens ---
 
 

@@ -24,7 +24,8 @@ FLOW = (
     {"layers", "block"},
     {"check"},
     {"tune", "patch_report"},
-    {"patch", "gguf", "presets"},
+    {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k"},
+    {"gguf"},
     {"gguf_llama", "gguf_tokenizer"},
     {"models"},
     {"bench"},
@@ -37,7 +38,7 @@ STANDALONE = {"executor"}
 WITHOUT_MLX = {"chip", "problem", "roofline", "plan"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets"}
-WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer"}
+WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}
 # Files that may touch MLX's own custom-kernel calls: everyone else asks the executor.
 KERNEL_CALLS = {"metal_kernel": "executor", "cuda_kernel": "executor"}
 

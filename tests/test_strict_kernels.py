@@ -54,7 +54,7 @@ def arguments(problem, p, name=None):
     return text.name, inputs, outputs, text.body, text.header, values
 
 
-@pytest.mark.parametrize("problem, chip", rows())
+@pytest.mark.parametrize("problem, chip", list(rows()))
 def test_kernel_is_strict(problem, chip):
     p = plan(problem, lookup(chip))
     strict.assert_clean(*arguments(problem, p), exact_rows=True)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -146,19 +147,30 @@ def run(args: argparse.Namespace) -> int:
             # The CPU executor computes while the graph is built: no host cost to show.
             host_steps=0 if emulated else HOST_STEPS,
         )
+        if not err.is_terminal:
+            err.print(f"{job.name}: {job.runs} runs of {job.tokens} tokens")
+        answer = partial(_answer, out, tokenizer) if args.prompt is not None else _drop
         with _progress(err) as bar:
             task = bar.add_task(loaded.name, total=job.runs * job.tokens)
             advance = partial(bar.advance, task)
-            result = measure(loaded.model, job, patched, on_token=advance)
+            result = measure(
+                loaded.model, job, patched, on_token=advance, on_answer=answer
+            )
         found = rows(result, env)
-        if args.prompt is not None:
-            answer = prompts.text_of(tokenizer, result.patched.warm.tokens)
-            print(answer.strip(), flush=True)
         table.show(out, result, found, env, loaded.source)
         if args.json is not None:
             record.append(args.json, found)
             err.print(f"appended {len(found)} rows to {args.json}")
     return 0
+
+
+def _answer(out: Console, tokenizer: Any, tokens: Sequence[int]) -> None:
+    text = prompts.text_of(tokenizer, tokens).strip()
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _drop(tokens: Sequence[int]) -> None:
+    """Without --prompt nobody asked for the text."""
 
 
 def _progress(console: Console) -> Progress:
@@ -169,6 +181,7 @@ def _progress(console: Console) -> Progress:
         TextColumn("tokens"),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 

@@ -22,6 +22,7 @@ from .generate import (
     decode_weight_bytes,
     generate,
     host_step,
+    weight_format,
 )
 from .measure import COMPARABLE, Stats, abba, drift_free_ratio, stats, verdict
 
@@ -73,6 +74,7 @@ class Result:
     failures: list[str]
     weight_bytes: int
     served: dict[str, int]
+    format: dict[str, Any]
     report: Any
 
     @property
@@ -101,6 +103,7 @@ def measure(
     patch: Patch,
     *,
     on_token: Callable[[], object] = lambda: None,
+    on_answer: Callable[[Sequence[int]], object] = lambda tokens: None,
     generate: Callable[..., Run] = generate,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Result:
@@ -108,9 +111,9 @@ def measure(
 
     ``patch(model)`` is a context manager that yields the patch report. Patching and
     its checks happen outside the clock; the served counters are those of the timed
-    runs.
+    runs. ``on_answer`` gets the patched tokens as soon as they are known.
     """
-    weights = decode_weight_bytes(model, job.config)
+    weights, form = decode_weight_bytes(model, job.config), weight_format(model)
     sides = {"A": Side(), "B": Side()}
     report = None
     failures: list[str] = []
@@ -125,6 +128,8 @@ def measure(
     order = abba(job.repeats) if job.stock else "A" * job.repeats
     for name in sorted(set(order)):
         sides[name].warm = run(name, keep_logprobs=True)
+        if name == "A":
+            on_answer(sides[name].warm.tokens)
     ops.reset_served()
     for name in order:
         if job.delay:
@@ -158,6 +163,7 @@ def measure(
         failures=failures,
         weight_bytes=weights,
         served=served,
+        format=form,
         report=report,
     )
 
@@ -186,7 +192,8 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         "comparable": result.comparable,
         "tokens_equal": result.equal.text,
         "served": result.served,
-        **_quantization(job.config),
+        "dtype": _dtype(result.patched.warm),
+        **result.format,
         **env.fields(),
     }
     for prefix, side in (("", result.patched), ("stock_", result.stock)):
@@ -222,15 +229,8 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
     return record.row(**values)
 
 
-def _quantization(config: dict[str, Any]) -> dict[str, Any]:
-    # Mixed-precision models list layers beside these defaults; the defaults are named.
-    quant = config.get("quantization") or config.get("quantization_config") or {}
-    found = {
-        "bits": quant.get("bits"),
-        "group": quant.get("group_size"),
-        "mode": quant.get("mode", "affine" if quant else "none"),
-    }
-    return {k: v for k, v in found.items() if isinstance(v, (int, str))}
+def _dtype(run: Run) -> str | None:
+    return str(run.logprobs[0].dtype).split(".")[-1] if run.logprobs else None
 
 
 __all__ = ["COMPARABLE", "Job", "Result", "Side", "measure", "rows"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,6 +129,23 @@ def decode_weight_bytes(model: nn.Module, config: dict[str, Any]) -> int:
             experts = layer["weight"].shape[0]
             total -= size - size * min(_active_experts(config), experts) // experts
     return total
+
+
+def weight_format(model: nn.Module) -> dict[str, Any]:
+    """``bits``, ``group`` and ``mode`` that most bytes of the weights have."""
+    sizes: Counter[tuple[int, int, str]] = Counter()
+    for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        weight = layer.get("weight")
+        if weight is None or weight.ndim < 2:
+            continue
+        if layer.get("scales") is None:
+            form = (8 * weight.itemsize, 0, "none")
+        else:
+            form = (layer.bits, layer.group_size, getattr(layer, "mode", "affine"))
+        sizes[form] += weight.nbytes
+    if not sizes:
+        return {}
+    return dict(zip(("bits", "group", "mode"), sizes.most_common(1)[0][0], strict=True))
 
 
 def _active_experts(config: dict[str, Any]) -> int:

@@ -25,6 +25,9 @@ class Event:
     us: float
 
 
+# MLX launches through CUDA graphs; some CUPTI versions lose kernels in them.
+GRAPHS = "if it persists, try MLX_USE_CUDA_GRAPHS=0"
+
 Recorder = Callable[[Callable[[], object]], list[Event]]
 
 
@@ -58,7 +61,7 @@ def cuda_events(fn: Callable[[], object]) -> list[Event]:
     if not events:
         raise ProfileError(
             "the profiler returned no kernel: CUPTI may be locked by another profiler "
-            "or not permitted on this machine"
+            f"or not permitted on this machine; {GRAPHS}"
         )
     return sorted(events, key=lambda event: event.start)
 
@@ -105,7 +108,7 @@ def split(
     if got != expected:
         raise ProfileError(
             f"the profiler recorded {len(got)} kernels where {len(expected)} were "
-            "launched, or in another order"
+            f"launched, or in another order; {GRAPHS}"
         )
     times: dict[str, list[float]] = {side: [] for side in kernels}
     at = 0

@@ -80,8 +80,8 @@ def _add(
         return
     times = "-"
     if smaller is not None and ours and stock:
-        # tok/s has a drift-free ratio of its own; the others are plain quotients.
-        ratio = row["ratio"] if field == "tok_s" else stock / ours
+        # These two have a drift-free ratio; the others are plain quotients.
+        ratio = row["ratio"] if field in ("tok_s", "ttft_ms") else stock / ours
         times = f"{ratio:.2f}x as fast"
     table.add_row(label, cell(f"stock_{field}"), cell(field), times)
 

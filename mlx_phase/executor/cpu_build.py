@@ -30,7 +30,8 @@ RUNTIME = ("cpu_fiber.c", "cpu_pool.c", "cpu_report.c")
 #: aliasing.
 KERNEL_FLAGS = (
     "-x c++ -std=c++17 -fno-exceptions -fno-rtti -fno-threadsafe-statics "
-    "-ffp-contract=off -fno-strict-aliasing -fwrapv "
+    "-ffp-contract=off -fno-math-errno -fno-trapping-math "
+    "-fno-strict-aliasing -fwrapv "
     "-Xclang -cl-single-precision-constant "
     "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none"
 ).split()

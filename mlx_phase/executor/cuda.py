@@ -20,6 +20,9 @@ import mlx.core as mx
 from mlx_phase.executor import arguments, cuda_text, signature
 from mlx_phase.executor.cuda_text import Kernel, Variant
 
+#: MLX's kernel, the threadgroup size, and the grid's size if threads must look at it.
+Launch = tuple[Any, tuple[int, int, int], "mx.array | None"]
+
 #: Kinds of calls remembered for each kernel; grids of changing shapes may be many.
 _MAX_READY = 4096
 
@@ -52,7 +55,7 @@ def metal_kernel(
     )
     maybe_scalar = [i for i in range(len(input_names)) if kernel.may_be_scalar(i)]
     built: dict[Variant, Any] = {}
-    ready: dict[Any, tuple[Any, mx.array | None]] = {}
+    ready: dict[Any, Launch] = {}
 
     def prepare(
         inputs: Sequence[Any],
@@ -62,17 +65,17 @@ def metal_kernel(
         threadgroup: tuple[int, int, int],
         template: Sequence[tuple[str, Any]] | None,
         verbose: bool,
-    ) -> tuple[Any, mx.array | None]:
+    ) -> Launch:
         """Check the call, and find or build the MLX kernel that it needs."""
         names = kernel.input_names, kernel.output_names
         arguments.check_call(*names, inputs, output_shapes, output_dtypes)
-        ragged, extent = _grid_shape(grid, threadgroup)
+        blocks, ragged, extent = _grid_shape(grid, threadgroup)
         variant = _variant(kernel, inputs, template, ragged, extent is not None)
         if verbose:
             print(cuda_text.definition(kernel, variant))
         if variant not in built:
             built[variant] = _build(kernel, variant, ensure_row_contiguous)
-        return built[variant], extent
+        return built[variant], blocks, extent
 
     def call(
         *,
@@ -96,9 +99,9 @@ def metal_kernel(
                 tuple([inputs[i].ndim for i in maybe_scalar]),
                 tuple(template) if template else None,
             )
-            mlx_kernel, extent = ready[key]
+            mlx_kernel, blocks, extent = ready[key]
         except (LookupError, TypeError, AttributeError) as miss:
-            mlx_kernel, extent = prepare(
+            mlx_kernel, blocks, extent = prepare(
                 inputs,
                 output_shapes,
                 output_dtypes,
@@ -110,7 +113,7 @@ def metal_kernel(
             if isinstance(miss, KeyError):
                 if len(ready) >= _MAX_READY:
                     ready.clear()
-                ready[key] = mlx_kernel, extent
+                ready[key] = mlx_kernel, blocks, extent
         if extent is not None:
             inputs = [*inputs, extent]
         return mlx_kernel(
@@ -118,8 +121,7 @@ def metal_kernel(
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
             grid=grid,
-            threadgroup=threadgroup,
-            template=template,
+            threadgroup=blocks,
             init_value=init_value,
             verbose=verbose,
             stream=stream,
@@ -130,17 +132,18 @@ def metal_kernel(
 
 def _grid_shape(
     grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
-) -> tuple[bool, mx.array | None]:
-    """Whether warps may lack lanes, and the grid's size if threadgroups overhang it."""
+) -> tuple[tuple[int, int, int], bool, mx.array | None]:
+    """The threadgroup size, whether warps may lack lanes, and the grid's size.
+
+    Threadgroups are no larger than the grid, as on Metal. The grid's size is an array
+    if threadgroups overhang it, else None: then no thread needs to look.
+    """
     sizes = arguments.three("grid", grid)
-    # As MLX: no threadgroup is larger than the grid.
-    blocks = [
-        max(1, min(s, t))
-        for s, t in zip(sizes, arguments.three("threadgroup", threadgroup), strict=True)
-    ]
-    partial = any(s % b for s, b in zip(sizes, blocks, strict=True))
-    ragged = partial or blocks[0] * blocks[1] * blocks[2] % 32 != 0
-    return ragged, mx.array(sizes, dtype=mx.uint32) if partial else None
+    wanted = arguments.three("threadgroup", threadgroup)
+    x, y, z = (max(1, min(s, t)) for s, t in zip(sizes, wanted, strict=True))
+    partial = sizes[0] % x or sizes[1] % y or sizes[2] % z
+    ragged = bool(partial or x * y * z % 32)
+    return (x, y, z), ragged, mx.array(sizes, dtype=mx.uint32) if partial else None
 
 
 def _variant(
@@ -155,17 +158,18 @@ def _variant(
         kernel.may_be_scalar(i) and getattr(value, "ndim", 0) == 0
         for i, value in enumerate(inputs)
     )
-    kinds = tuple((a.name, a.kind) for a in signature.template_arguments(template))
-    return Variant(scalars, kinds, ragged, partial)
+    return Variant(scalars, signature.template_arguments(template), ragged, partial)
 
 
 def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any:
-    text = cuda_text.definition(kernel, variant)
+    text, body = cuda_text.definition(kernel, variant), cuda_text.call(kernel, variant)
+    # One name for one text: not every MLX tells kernels of one name apart.
+    digest = hashlib.sha256(text.encode() + body.encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(
-        name=kernel.name,
+        name=f"{kernel.name}_{digest}",
         input_names=kernel.mlx_inputs(variant),
         output_names=kernel.mlx_outputs(),
-        source=cuda_text.call(kernel, variant),
+        source=body,
         header=_stored(kernel.name, text),
         ensure_row_contiguous=ensure_row_contiguous,
     )

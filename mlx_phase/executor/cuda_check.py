@@ -59,10 +59,9 @@ def compile_check(
         header,
         atomic_outputs,
     )
-    parsed = signature.template_arguments(template)
     variant = Variant(
         tuple(a.ndim == 0 for a in inputs),
-        tuple((a.name, a.kind) for a in parsed),
+        signature.template_arguments(template),
         ragged,
         partial,
     )
@@ -83,12 +82,6 @@ def compile_check(
     lines = [STAND_IN, cuda_text.definition(kernel, variant)]
     lines += ['#line 1 "generated"', "namespace mlx::core::cu {"]
     lines.append(f"__global__ void custom_kernel_{name}({', '.join(parameters)}) {{")
-    for a in parsed:
-        value = _CUDA_TYPES.get(a.value, a.value)
-        alias = f"using {a.name} = {value};"
-        lines.append(
-            alias if a.kind == "typename" else f"constexpr {a.kind} {a.name} = {value};"
-        )
     lines += [body, "}", "}", ""]
     try:
         return nvrtc.compile_ptx("\n".join(lines), name, arch)

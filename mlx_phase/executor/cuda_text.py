@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_phase.executor import text as rewrite
+from mlx_phase.executor.signature import TemplateArg
 
 INCLUDE = Path(__file__).parent / "include"
 
@@ -60,12 +61,13 @@ class Variant:
     """What changes the generated text of one kernel.
 
     scalars: for each input, whether it is 0-dimensional (Metal passes a reference).
-    template: (name, kind) with kind "typename", "int" or "bool".
+    template: template arguments with their values, which MLX therefore never sees: it
+        would paste them into the text again on every call.
     ragged: warps may lack lanes.  partial: threads beyond the grid must leave.
     """
 
     scalars: tuple[bool, ...]
-    template: tuple[tuple[str, str], ...]
+    template: tuple[TemplateArg, ...]
     ragged: bool = False
     partial: bool = False
 
@@ -128,7 +130,7 @@ def definition(kernel: Kernel, variant: Variant) -> str:
     header, source = translate(kernel.header), translate(kernel.source)
     types = [f"typename msl_in{i}" for i in range(len(kernel.input_names))]
     types += [f"typename msl_out{i}" for i in range(len(kernel.output_names))]
-    template = [f"{kind} {name}" for name, kind in variant.template]
+    template = [f"{a.kind} {a.name}" for a in variant.template]
     parameters = ", ".join(_parameters(kernel, variant))
     return "\n".join(
         [
@@ -167,12 +169,16 @@ def call(kernel: Kernel, variant: Variant) -> str:
     arguments += [f"::msl::{output}(out{i})" for i in range(len(kernel.output_names))]
     if variant.partial:
         arguments.append(GRID_NAME)
-    explicit = ", ".join(
-        f"::msl::msl_t<{name}>" if kind == "typename" else name
-        for name, kind in variant.template
-    )
-    template = f"<{explicit}>" if explicit else ""
+    template = ", ".join(map(_value, variant.template))
+    template = f"<{template}>" if template else ""
     return f"::msl::kernel_{kernel.name}{template}({', '.join(arguments)});\n"
+
+
+def _value(argument: TemplateArg) -> str:
+    """A template argument's value as it is spelled outside namespace msl."""
+    if argument.kind == "typename" and argument.value not in ("float", "bool"):
+        return f"::msl::{argument.value}"
+    return argument.value
 
 
 def _described(kernel: Kernel, name: str, scalar: bool) -> list[str]:

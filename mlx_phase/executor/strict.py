@@ -4,7 +4,7 @@ clang in C++ for OpenCL mode has Metal's address spaces: with the generic space 
 follows MSL 4.1's rules for a pointer without one, without it those up to 4.0. The
 text MLX generates is compiled both ways against declarations of the Metal library
 (include/metal_strict.h), warnings as errors; ``lint`` adds what that compiler lets
-pass. Nothing is run, and a kernel takes about half a second.
+pass. Nothing is run; a kernel takes about a quarter of a second of CPU time.
 """
 
 from __future__ import annotations

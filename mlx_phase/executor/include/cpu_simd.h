@@ -68,13 +68,23 @@ EMU_BINARY(Or, a | b)
 EMU_BINARY(Xor, a ^ b)
 #undef EMU_BINARY
 
-// Butterfly; lanes that do not exist (a partial threadgroup) take no part.
+// Butterfly; lanes that do not exist (a partial threadgroup) take no part. Only lane 0's result is used,
+// so each step needs the lower half alone.
 template <typename Group, typename Op>
 struct Reduce {
   template <typename T> void operator()(T* a, uint32_t n) const {
+    if (__builtin_expect(n == Group::WIDTH, 1)) {
+      halve<Group::WIDTH / 2>(a);
+      return;
+    }
     for (uint32_t o = Group::WIDTH / 2; o; o >>= 1)
       for (uint32_t i = 0; i < o; i++)
         if (i + o < n) a[i] = Op::of(a[i], a[i + o]);
+  }
+  // Constant trip counts, for vector instructions.
+  template <int N, typename T> static void halve(T* a) {
+    for (int i = 0; i < N; i++) a[i] = Op::of(a[i], a[i + N]);
+    if constexpr (N > 1) halve<N / 2>(a);
   }
 };
 

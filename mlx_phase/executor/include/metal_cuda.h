@@ -12,6 +12,7 @@
 #endif
 #define MSL_FN __forceinline__
 #define METAL_FUNC __forceinline__
+#define MSL_ADDRESS(p) ((unsigned long)(p))  // lets a kernel check the alignment that a vector load needs
 #define device
 #define constant
 #define thread
@@ -19,7 +20,7 @@
 #define kernel
 #undef assert
 #define assert(x)
-#undef M_E_F
+#undef inf  // MLX's
 
 namespace msl {
 
