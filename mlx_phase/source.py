@@ -12,6 +12,8 @@ from pathlib import Path
 KERNELS: dict[str, tuple[str, ...]] = {
     "qmv": ("base.h", "dequant.h", "qmv.metal"),
     "qmv_fp": ("base.h", "dequant_fp.h", "qmv.metal"),
+    "qmv_pair": ("base.h", "dequant.h", "qmv.metal"),
+    "qmv_triple": ("base.h", "dequant.h", "qmv.metal"),
     "qmv_reduce": ("qmv_reduce.metal",),
     "gemv": ("base.h", "gemv.metal"),
 }

@@ -9,6 +9,7 @@ import re
 
 from mlx_phase.executor import text
 from mlx_phase.executor.signature import MetalSource
+from mlx_phase.executor.twins import drop_twins
 
 _METAL_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal[^>\n]*>.*$", re.M)
 _PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+(?:METAL|once)\b.*$", re.M)
@@ -54,7 +55,7 @@ def _shared(elem: str, name: str, dims: str, align: str) -> str:
 def rewrite(metal: str) -> str:
     """Rewrite Metal text that the headers' macros cannot take. Lines are kept."""
     metal = text.strip_comments(metal)
-    metal = _PRAGMA.sub("", _METAL_INCLUDE.sub("", metal))
+    metal = drop_twins(_PRAGMA.sub("", _METAL_INCLUDE.sub("", metal)))
     return text.rewrite_threadgroup(text.remove_attributes(metal), _shared)
 
 

@@ -9,6 +9,7 @@ typedef bfloat bfloat16_t;
 #define METAL_FUNC MSL_FN
 #endif
 #define MLX_MTL_CONST static constexpr
+#define MTL_CONST
 #define MLX_MTL_PRAGMA_UNROLL _Pragma("unroll")
 #define MLX_MTL_LOOP_UNROLL _Pragma("unroll")
 #define PRAGMA_UNROLL _Pragma("unroll")
@@ -83,6 +84,15 @@ struct Limits<complex64_t> {
   static constexpr complex64_t max = complex64_t(INFINITY, 0.0f);
   static constexpr complex64_t min = complex64_t(-INFINITY, 0.0f);
 };
+
+template <bool condition, typename T, typename U> struct ConditionalType { typedef U type; };
+template <typename T, typename U> struct ConditionalType<true, T, U> { typedef T type; };
+// Elements that one thread of an elementwise kernel takes: eight bytes of them.
+template <typename T> struct WorkPerThread {
+  static constexpr int n = sizeof(T) < 8 ? 8 / sizeof(T) : 1;
+};
+static constexpr int REDUCE_N_READS = 4, REDUCE_N_WRITES = 4, SOFTMAX_N_READS = 4, RMS_N_READS = 4;
+static constexpr int RMS_LOOPED_LIMIT = 4096;
 
 template <typename T, typename U>
 MSL_FN T ceildiv(T N, U M) { return (N + M - 1) / M; }

@@ -57,8 +57,6 @@ template <bool B, typename T = void> using enable_if_t = typename enable_if<B, T
 template <bool B, typename T, typename F> struct conditional { typedef T type; };
 template <typename T, typename F> struct conditional<false, T, F> { typedef F type; };
 template <bool B, typename T, typename F> using conditional_t = typename conditional<B, T, F>::type;
-template <typename...> struct make_void { typedef void type; };
-template <typename... T> using void_t = typename make_void<T...>::type;
 template <typename A, typename B> struct is_same : false_type {};
 template <typename A> struct is_same<A, A> : true_type {};
 template <typename T> struct remove_const { typedef T type; };
@@ -72,6 +70,8 @@ template <typename T> struct remove_reference<T&&> { typedef T type; };
 template <typename T> struct remove_pointer { typedef T type; };
 template <typename T> struct remove_pointer<T*> { typedef T type; };
 template <typename T> struct decay { typedef typename remove_cv<typename remove_reference<T>::type>::type type; };
+template <typename T> struct remove_addrspace { typedef T type; };
+template <typename T> using remove_addrspace_t = T;
 template <typename T> using remove_const_t = typename remove_const<T>::type;
 template <typename T> using remove_volatile_t = typename remove_volatile<T>::type;
 template <typename T> using remove_cv_t = typename remove_cv<T>::type;
