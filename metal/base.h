@@ -32,15 +32,16 @@ METAL_FUNC void load8(const device T* p, thread float* v) {
 }
 
 // Sums the lanes of each simdgroup, then the KS simdgroups that share rows, in index order, so
-// that the bits depend on neither M nor R. acc is [R][M]; y is [M][N].
+// that the bits depend on neither M nor R. acc is [R][M] of rows from row on; those from row0 on
+// are stored in y [M][N].
 template <typename O, int M, int R, int SG, int KS>
 METAL_FUNC void finish(
     thread float* acc, device O* y, threadgroup float* part,
-    const int N, const int row0, const uint sg, const uint lane) {
+    const int N, const int row0, const int row, const uint sg, const uint lane) {
   UNROLL for (int i = 0; i < R * M; i++) {
     const float t = simd_sum(acc[i]);
     if (KS == 1) {
-      if (lane == 0 && row0 + i / M < N) y[(size_t)(i % M) * N + row0 + i / M] = O(t);
+      if (lane == 0 && row + i / M >= row0) y[(size_t)(i % M) * N + row + i / M] = O(t);
     } else if (lane == 0) {
       part[sg * R * M + i] = t;
     }
@@ -51,7 +52,7 @@ METAL_FUNC void finish(
     for (int i = lane; i < R * M; i += 32) {
       float t = part[sg * R * M + i];
       for (int k = 1; k < KS; k++) t += part[(sg + k) * R * M + i];
-      if (row0 + i / M < N) y[(size_t)(i % M) * N + row0 + i / M] = O(t);
+      if (row + i / M >= row0) y[(size_t)(i % M) * N + row + i / M] = O(t);
     }
   }
 }

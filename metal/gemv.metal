@@ -9,14 +9,14 @@ METAL_FUNC void load_tail(const device T* p, const int n, thread float* v) {
 
 template <typename T, int M, int R, int KS, bool WIDE>
 METAL_FUNC void gemv_rows(
-    const device T* x, const device T* w, thread float* acc, const int N, const int K,
-    const int row0, int c, const int end) {
+    const device T* x, const device T* w, thread float* acc, const int K, int c,
+    const int end) {
   UNROLL for (int i = 0; i < R * M; i++) acc[i] = 0;
   for (; c < end; c += 32 * KS) {
     const int n = min(8, K - 8 * c);
     float h[R][8];
     UNROLL for (int r = 0; r < R; r++) {
-      const device T* p = w + (size_t)min(row0 + r, N - 1) * K + 8 * (size_t)c;
+      const device T* p = w + (size_t)r * K + 8 * (size_t)c;
       load_tail<T, WIDE>(p, n, h[r]);
     }
     UNROLL for (int m = 0; m < M; m++) {
@@ -35,14 +35,15 @@ METAL_FUNC void gemv(
     const device T* x, const device T* w, device O* y, threadgroup float* part, const int N,
     const int K, const uint3 tg, const uint sg, const uint lane) {
   const int packs = (K + 7) / 8, share = (packs + SPLITS - 1) / SPLITS;
-  const int row0 = (tg.x * (SG / KS) + sg / KS) * R, c = tg.y * share + sg % KS * 32 + lane;
-  const int end = min(packs, int(tg.y + 1) * share);
+  const int row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
+  const int c = tg.y * share + sg % KS * 32 + lane, end = min(packs, int(tg.y + 1) * share);
+  w += (size_t)row * K;
   float acc[R * M];
   if (K % 8 == 0 && ALIGNED(x, 16) && ALIGNED(w, 16))
-    gemv_rows<T, M, R, KS, true>(x, w, acc, N, K, row0, c, end);
+    gemv_rows<T, M, R, KS, true>(x, w, acc, K, c, end);
   else
-    gemv_rows<T, M, R, KS, false>(x, w, acc, N, K, row0, c, end);
-  finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, sg, lane);
+    gemv_rows<T, M, R, KS, false>(x, w, acc, K, c, end);
+  finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, row, sg, lane);
 }
 
 //! kernel gemv (x, w) -> (y)

@@ -25,9 +25,10 @@ METAL_FUNC void add_pack(
     const device T* x, const int K, const thread uint* q, const thread float* s,
     const thread float* b, thread float* acc) {
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32, P = in_place<bits>();
-  float dot[R * M], sum[M], off[M];
+  // part[k]: the sum of the x whose codes sit k places up in their halves.
+  float dot[R * M], part[M * P];
   UNROLL for (int i = 0; i < R * M; i++) dot[i] = 0;
-  UNROLL for (int m = 0; m < M; m++) sum[m] = off[m] = 0;
+  UNROLL for (int i = 0; i < M * P; i++) part[i] = 0;
   UNROLL for (int j = 0; j < PK / 8; j++) {
     float h[R][8];
     UNROLL for (int r = 0; r < R; r++) {
@@ -41,11 +42,10 @@ METAL_FUNC void add_pack(
       float v[8];
       load8<T, WIDE>(x + (size_t)m * K + 8 * j, v);
       if (AFFINE) {
-        UNROLL for (int k = 0; k < P && k < 8; k++) {
+        UNROLL for (int k = 0; k < P; k++) {
           float t = v[k];
           UNROLL for (int i = k + P; i < 8; i += P) t += v[i];
-          sum[m] += t;
-          off[m] = fma(t, unscale<bits>(k), off[m]);
+          part[m * P + k] += t;
         }
       }
       UNROLL for (int i = 0; i < 8; i++) {
@@ -54,34 +54,42 @@ METAL_FUNC void add_pack(
       }
     }
   }
-  UNROLL for (int r = 0; r < R; r++) {
-    UNROLL for (int m = 0; m < M; m++) {
+  UNROLL for (int m = 0; m < M; m++) {
+    float sum = 0, off = 0;
+    UNROLL for (int k = 0; k < P; k++) {
+      sum += part[m * P + k];
+      off = fma(part[m * P + k], unscale<bits>(k), off);
+    }
+    UNROLL for (int r = 0; r < R; r++) {
       const int i = r * M + m;
-      const float d = AFFINE && sizeof(T) < 4 ? fma(-1024.0f, off[m], dot[i]) : dot[i];
+      const float d = AFFINE && sizeof(T) < 4 ? fma(-1024.0f, off, dot[i]) : dot[i];
       acc[i] = fma(s[r], d, acc[i]);
-      if (AFFINE) acc[i] = fma(b[r], sum[m], acc[i]);
+      if (AFFINE) acc[i] = fma(b[r], sum, acc[i]);
     }
   }
 }
 
+// w, scales and biases point to the lane's first pack of the first of R rows.
 template <typename T, int bits, int group, int M, int R, int KS, bool WIDE, typename S, typename B>
 METAL_FUNC void qmv_rows(
     const device T* x, const device uint* w, const device S* scales, const device B* biases,
-    thread float* acc, const int N, const int K, const int row0, int c, const int end) {
+    thread float* acc, const int K, const int c0, const int end) {
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32;
   UNROLL for (int i = 0; i < R * M; i++) acc[i] = 0;
-  size_t row[R];
-  UNROLL for (int r = 0; r < R; r++) row[r] = min(row0 + r, N - 1);
-  for (; c < end; c += 32 * KS) {
+  w += c0 * NW;
+  x += c0 * PK;
+  for (int c = c0; c < end; c += 32 * KS) {
     uint q[R * NW];
     float s[R], b[R];
     UNROLL for (int r = 0; r < R; r++) {
-      load_words<NW, WIDE>(w + (row[r] * (K / PK) + c) * NW, q + r * NW);
-      const size_t g = row[r] * (K / group) + c * PK / group;
+      load_words<NW, WIDE>(w + (uint)(r * (K / PK * NW)), q + r * NW);
+      const uint g = (uint)(r * (K / group) + c * PK / group);
       s[r] = group_scale<group, bits>(scales[g]);
       b[r] = AFFINE ? float(biases[g]) : 0;
     }
-    add_pack<T, bits, group, M, R, WIDE>(x + (size_t)c * PK, K, q, s, b, acc);
+    add_pack<T, bits, group, M, R, WIDE>(x, K, q, s, b, acc);
+    w += 32 * KS * NW;
+    x += 32 * KS * PK;
   }
 }
 
@@ -93,16 +101,18 @@ METAL_FUNC void qmv(
     const uint sg, const uint lane) {
   const int K = KW * 32 / bits;
   const int packs = K / pack_size<bits, group>(), share = (packs + SPLITS - 1) / SPLITS;
-  const int row0 = (tg.x * (SG / KS) + sg / KS) * R, c = tg.y * share + sg % KS * 32 + lane;
-  const int end = min(packs, int(tg.y + 1) * share);
+  // The last tile moves back to stay inside; rows it shares with the one before are not stored.
+  const int row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
+  const int c = tg.y * share + sg % KS * 32 + lane, end = min(packs, int(tg.y + 1) * share);
+  w += (size_t)row * KW;
+  scales += (size_t)row * (K / group);
+  biases += (size_t)row * (K / group);
   float acc[R * M];
   if (ALIGNED(x, 16) && ALIGNED(w, 16))
-    qmv_rows<T, bits, group, M, R, KS, true>(
-        x, w, scales, biases, acc, N, K, row0, c, end);
+    qmv_rows<T, bits, group, M, R, KS, true>(x, w, scales, biases, acc, K, c, end);
   else
-    qmv_rows<T, bits, group, M, R, KS, false>(
-        x, w, scales, biases, acc, N, K, row0, c, end);
-  finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, sg, lane);
+    qmv_rows<T, bits, group, M, R, KS, false>(x, w, scales, biases, acc, K, c, end);
+  finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, row, sg, lane);
 }
 
 //! kernel qmv (x, w, scales, biases) -> (y)

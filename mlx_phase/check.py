@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from .executor import ExecutorError
-from .launch.matmul import device_chip, prepare
-from .ops import disable, variant
-from .plan import Plan, plan
+from .launch.matmul import device_chip, prepare, prepare_shared
+from .ops import Problems, disable, variant
+from .plan import Plan, plan, plan_shared
 from .problem import Matmul
 
 # Times the largest magnitude of the right answer, beside 2 x the dense error.
@@ -118,25 +118,41 @@ def compare(out: np.ndarray, x: np.ndarray, weight: np.ndarray, dtype: str) -> f
     return float(np.abs(out - right).max() / allowed)
 
 
-def check(problem: Matmul, chosen: Plan | None = None) -> Checked:
+def _run(problems: Problems, chosen: Plan) -> float:
+    """Evaluate the kernel on a canary of each problem; worst error over allowed."""
+    inputs, weights = zip(*(canary(p, i) for i, p in enumerate(problems)), strict=True)
+    x = inputs[0][0]
+    arrays = [a for member in inputs for a in member[1:]]
+    if len(problems) == 1:
+        ys = [prepare(problems[0], chosen)(x, *arrays)]
+    else:
+        ys = prepare_shared(problems, chosen)(x, *arrays)
+    mx.eval(ys)
+    x, *outs = (np.array(a.astype(mx.float32)) for a in (x, *ys))
+    dtype = problems[0].x_dtype
+    return max(compare(o, x, w, dtype) for o, w in zip(outs, weights, strict=True))
+
+
+def check(*problems: Matmul, chosen: Plan | None = None) -> Checked:
     """Compile and evaluate the kernel planned for a problem, once per process.
 
-    The tile is the real problem's, N and K are small. A kernel that fails to
-    compile, to run or to match is switched off for the process (`ops.disable`).
+    Several problems: the kernel that computes them in one launch. The tile is the
+    real problem's, N and K are small. A kernel that fails to compile, to run or to
+    match is switched off for the process (`ops.disable`).
     """
-    chosen = chosen or plan(problem, device_chip())
+    problem, shared = problems[0], len(problems) > 1
+    if chosen is None:
+        chosen = (plan_shared if shared else plan)(
+            problems if shared else problem, device_chip()
+        )
     name = variant(problem, chosen)
     if name in _RESULTS:
         return _RESULTS[name]
     k = K_CANARY if K_CANARY % max(problem.group_size, 1) == 0 else K_CANARY + 64
-    small = replace(problem, N=N_CANARY, K=k)
+    small = tuple(replace(p, N=N_CANARY + i, K=k) for i, p in enumerate(problems))
     start, worst, error = time.perf_counter(), float("inf"), None
     try:
-        arrays, weight = canary(small)
-        y = prepare(small, chosen)(*arrays)
-        mx.eval(y)
-        out, x = (np.array(a.astype(mx.float32)) for a in (y, arrays[0]))
-        worst = compare(out, x, weight, problem.x_dtype)
+        worst = _run(small, chosen)
         if worst > 1:
             error = f"wrong result: {worst:.3g} times the allowed error"
     except (ExecutorError, RuntimeError, ValueError) as e:
@@ -155,6 +171,6 @@ def check_all(problems: Iterable[Matmul]) -> list[Checked]:
     return list({(r := check(p)).kernel: r for p in problems}.values())
 
 
-def probe(problem: Matmul, chosen: Plan, name: str) -> str | None:
+def probe(problems: Problems, chosen: Plan, name: str) -> str | None:
     """The error of a kernel, or None if it may serve (hook of `ops.set_probe`)."""
-    return check(problem, chosen).error
+    return check(*problems, chosen=chosen).error

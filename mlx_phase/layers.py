@@ -11,7 +11,8 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
 )
 
-from .ops import MAX_M, Route, route_linear, route_quantized, stock_route
+from .ops import MAX_M, Bound, Route, route_linear, route_quantized, stock_route
+from .siblings import Siblings
 
 TRAINING = "layer in training mode: the kernels have no gradient"
 # Shapes a layer remembers; decode uses a handful, so more means odd use.
@@ -30,14 +31,21 @@ class _Phase:
     """What the drop-ins share: routes by (shape, dtype) of x, kept off the params."""
 
     _routes: Routes
+    _siblings: Siblings | None = None
+    _sibling: int = 0
     _train: bool = False
 
-    def _find(self, x: mx.array) -> Route:
+    def _find(self, x: mx.array) -> Bound:
         route = stock_route(TRAINING) if self._train else self._choose(x)
+        bound = Bound(route, self._weights())
         few = x.size <= MAX_M * x.shape[-1] and len(self._routes) < MAX_CACHED
         if few:
-            self._routes[x.shape, x.dtype] = route
-        return route
+            self._routes[x.shape, x.dtype] = bound
+        return bound
+
+    def _weights(self) -> list[mx.array]:
+        arrays = (self["weight"], self["scales"], self.get("biases"))
+        return [a for a in arrays if a is not None]
 
     def _choose(self, x: mx.array) -> Route:
         return route_quantized(
@@ -53,13 +61,12 @@ class _Phase:
 
     def _product(self, x: mx.array) -> mx.array | None:
         """x @ W.T without bias, or None where stock has to serve."""
-        route = self._routes.get((x.shape, x.dtype)) or self._find(x)
-        route.calls += 1
-        if route.launch is None:
-            return None
-        if (biases := self.get("biases")) is None:
-            return route.launch(x, self["weight"], self["scales"])
-        return route.launch(x, self["weight"], self["scales"], biases)
+        if self._siblings is not None and not self._train:
+            if (y := self._siblings.take(self._sibling, x)) is not None:
+                return y
+        bound = self._routes.get((x.shape, x.dtype)) or self._find(x)
+        bound.route.calls += 1
+        return None if bound.route.launch is None else bound.call(x)
 
     def __setitem__(self, key: str, value) -> None:
         # New weights may have another shape or dtype than the routes assume.
@@ -74,6 +81,8 @@ class _Phase:
     def _forget(self) -> None:
         # Unpickling sets items before attributes.
         self.__dict__.get("_routes", {}).clear()
+        if self._siblings is not None:
+            self._siblings.bound.clear()
 
 
 class PhaseQuantizedLinear(_Phase, nn.QuantizedLinear):
@@ -114,13 +123,11 @@ class PhaseShardedToAll(_Phase, QuantizedShardedToAllLinear):
 
 
 class _Plain(_Phase):
+    def _weights(self) -> list[mx.array]:
+        return [self["weight"]]
+
     def _choose(self, x: mx.array) -> Route:
         return route_linear(x, self["weight"], self.get("bias"))
-
-    def _product(self, x: mx.array) -> mx.array | None:
-        route = self._routes.get((x.shape, x.dtype)) or self._find(x)
-        route.calls += 1
-        return None if route.launch is None else route.launch(x, self["weight"])
 
 
 class PhaseLinear(_Plain, nn.Linear):
@@ -171,5 +178,13 @@ def adopt(layer: nn.Module) -> None:
 def release(layer: nn.Module) -> None:
     """Give a drop-in its stock class back; its arrays were never touched."""
     layer.__class__ = STOCK[type(layer)]
-    for name in ("_routes", "_train"):
+    for name in ("_routes", "_train", "_siblings", "_sibling"):
         layer.__dict__.pop(name, None)
+
+
+def join(members: list[nn.Module]) -> None:
+    """Have drop-ins that read the same x share a launch."""
+    siblings = Siblings(members)
+    for i, m in enumerate(members):
+        object.__setattr__(m, "_siblings", siblings)
+        object.__setattr__(m, "_sibling", i)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .arguments import DTYPES, check_linear, check_quantized, defaults, product
-from .launch.matmul import device_chip, prepare, template
-from .plan import MAX_M, Plan, plan, supports
+from .executor import executor_name
+from .launch.matmul import device_chip, prepare, prepare_shared, template
+from .plan import MAX_M, Plan, plan, plan_shared, supports, supports_shared
 from .problem import Matmul
 
 PREFILL = f"M > {MAX_M}: no prefill kernel yet"
-Probe = Callable[[Matmul, Plan, str], "str | None"]
+Problems = tuple[Matmul, ...]
+Probe = Callable[[Problems, Plan, str], "str | None"]
 
 
 class Route:
@@ -34,7 +36,7 @@ class Served(dict):
         self.kernels, self.stock = kernels, stock
 
 
-_ROUTES: dict[Matmul, Route] = {}
+_ROUTES: dict[Problems, Route] = {}
 _STOCK: dict[str, Route] = {}
 _OFF: dict[str, str] = {}
 _probe: list[Probe] = []
@@ -84,9 +86,9 @@ def disable(name: str, reason: str) -> None:
 def enable_all() -> None:
     """Switch every kernel on again, also in layers that already use stock."""
     _OFF.clear()
-    for problem, route in _ROUTES.items():
+    for problems, route in _ROUTES.items():
         if route.launch is None:
-            route.launch, route.reason = prepare(problem), None
+            route.launch, route.reason = _prepare(problems), None
 
 
 def set_probe(probe: Probe | None) -> None:
@@ -106,22 +108,51 @@ def empty_route(shape: tuple[int, ...], dtype: mx.Dtype) -> Route:
     return Route("empty", lambda *_: mx.zeros(shape, dtype), None)
 
 
-def kernel_route(problem: Matmul) -> Route:
-    """The kernel of a problem, or stock with the reason why not."""
-    if (route := _ROUTES.get(problem)) is not None:
+def _prepare(problems: Problems, chosen: Plan | None = None) -> Callable:
+    if len(problems) > 1:
+        return prepare_shared(problems, chosen)
+    return prepare(problems[0], chosen)
+
+
+def kernel_route(*problems: Matmul) -> Route:
+    """The kernel of a problem, or of several that share x and a launch; or stock.
+
+    A stock route carries the reason why not.
+    """
+    if (route := _ROUTES.get(problems)) is not None:
         return route
-    if reason := supports(problem):
+    shared = len(problems) > 1
+    if reason := supports_shared(problems) if shared else supports(problems[0]):
         return stock_route(reason)
-    chosen = plan(problem, device_chip())
-    name = variant(problem, chosen)
-    if name not in _OFF and _probe and (error := _probe[0](problem, chosen, name)):
+    chosen = (plan_shared if shared else plan)(
+        problems if shared else problems[0], device_chip()
+    )
+    name = variant(problems[0], chosen)
+    if name not in _OFF and _probe and (error := _probe[0](problems, chosen, name)):
         _OFF[name] = error
     if name in _OFF:
         route = Route(name, None, f"{name} is off: {_OFF[name]}")
     else:
-        route = Route(name, prepare(problem, chosen), None)
-    _ROUTES[problem] = route
+        route = Route(name, _prepare(problems, chosen), None)
+    _ROUTES[problems] = route
     return route
+
+
+class Bound:
+    """A route with its weights: `call(x)` launches, unless the route went stock."""
+
+    __slots__ = ("route", "call")
+
+    def __init__(self, route: Route, weights: list[mx.array]):
+        self.route = route
+        launch = route.launch
+        if launch is None or route.name == "empty" or executor_name() == "cpu":
+            # The CPU executor cannot be traced.
+            self.call = lambda x: launch(x, *weights)
+        else:
+            # Traced once: a call then builds no arguments (host time decides decode).
+            mx.eval(weights)
+            self.call = mx.compile(lambda x: launch(x, *weights))
 
 
 def route_quantized(x, w, scales, biases, transpose, group_size, bits, mode) -> Route:

@@ -19,10 +19,20 @@ from . import ops
 from .arguments import DTYPES, check_quantized, defaults
 from .executor import executor_name
 from .launch.matmul import device_chip
-from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, release
+from .layers import (
+    PLAIN,
+    QUANTIZED,
+    STOCK,
+    PhaseQuantizedLinear,
+    adopt,
+    adopted,
+    join,
+    release,
+)
 from .patch_report import Layer, Report, Unpatched
-from .plan import MAX_M, supports
+from .plan import MAX_M, supports, supports_shared
 from .problem import Matmul
+from .siblings import NAMES, shares_x
 
 # Row counts checked at patch time: decode, and the first that shares weights. The
 # others are checked on first use (check="all": now).
@@ -186,7 +196,31 @@ def patch(
             report.replaced.append(layer)
             chosen.append(m)
     _swap(chosen)
+    problems = {id(m): p for _, m, p in todo if adopted(m)}
+    _join(report, [m for _, m in modules], problems, check)
     return report
+
+
+def _join(report: Report, parents: list[nn.Module], problems, check) -> None:
+    """Let layers that their parent gives the same x share a launch."""
+    ready = {}
+    for parent in parents:
+        for names in NAMES:
+            members = [parent.get(name) for name in names]
+            if not all(id(m) in problems for m in members):
+                continue
+            kinds = {type(m) for m in members}
+            group = tuple(problems[id(m)] for m in members)
+            if kinds != {PhaseQuantizedLinear} or supports_shared(group):
+                continue
+            if group not in ready:
+                result = checks.check(*group) if check else None
+                if result is not None and result not in report.kernels:
+                    report.kernels.append(result)
+                ready[group] = result is None or result.ok
+            if ready[group] and shares_x(type(parent), names):
+                join(members)
+                report.shared[" + ".join(names)] += 1
 
 
 def _check(report: Report, problems: set[Matmul], rows) -> dict[Matmul, str]:

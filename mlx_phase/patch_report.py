@@ -38,6 +38,8 @@ class Report:
     checked: bool = True
     tune: str = "no plan stored: the built-in table chooses"
     notes: list[str] = field(default_factory=list)
+    # Names of layers that share a launch -> how often in the model.
+    shared: Counter[str] = field(default_factory=Counter)
 
     @property
     def n_replaced(self) -> int:
@@ -68,6 +70,7 @@ class Report:
         ]
         own = {k: v for k, v in vars(self).items() if k not in ("replaced", "left")}
         return own | {
+            "shared": dict(self.shared),
             "n_replaced": self.n_replaced,
             "n_left": self.n_left,
             "by_kind": self.by_kind,
@@ -94,6 +97,8 @@ class Report:
             yield self._kernels()
         elif not self.checked:
             yield "kernels: not checked (check=False)"
+        for names, n in self.shared.items():
+            yield f"one launch for {names}: {n} times"
         yield f"attention: {self.attention}"
         exact = "yes" if self.exact else "not asked for"
         yield f"exact rows: {exact}; tune: {self.tune}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .chip import Chip
@@ -116,3 +116,36 @@ def plan(problem: Matmul, chip: Chip) -> Plan:
     if splits > 1:
         bound += f", K over {splits} threadgroups and a reduce"
     return Plan(kernel, rows, max(2, ks), ks, splits, True, bound)
+
+
+# Members of a launch that several matrices share -> its kernel.
+_SHARED = {2: "qmv_pair", 3: "qmv_triple"}
+
+
+def supports_shared(members: tuple[Matmul, ...]) -> str | None:
+    """None if one launch computes all ``members`` from the same x, or why not."""
+    if len(members) not in _SHARED:
+        return f"{len(members)} matrices: a launch takes {tuple(_SHARED)}"
+    for member in members:
+        if (why := supports(member)) is not None:
+            return why
+        if member.mode != "affine":
+            return f"mode {member.mode}: only affine matrices share a launch"
+        if replace(member, N=members[0].N) != members[0]:
+            return f"{member} and {members[0]} differ in more than N"
+        if member.N < 4 or member.N * member.K // member.group_size < 8:
+            return f"N = {member.N} is too small"
+    return None
+
+
+def plan_shared(members: tuple[Matmul, ...], chip: Chip) -> Plan:
+    """The plan of one launch for several matrices with the same x.
+
+    KS is the one of all rows together: sharing fills the chip. Never splits K over
+    threadgroups. ValueError if :func:`supports_shared` says no.
+    """
+    if (why := supports_shared(members)) is not None:
+        raise ValueError(f"no shared launch: {why}")
+    whole = plan(replace(members[0], N=sum(m.N for m in members)), chip)
+    reason = f"{len(members)} matrices read the same x; {whole.reason}"
+    return replace(whole, kernel=_SHARED[len(members)], splits=1, reason=reason)

@@ -1,5 +1,6 @@
 """CPU executor: arrays, scalars, templates, types and the arguments of a call."""
 
+import ctypes
 import os
 
 import mlx.core as mx
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 from cpu_case import run, small_values, to_numpy
 
-from mlx_phase.executor import cpu, cpu_build
+from mlx_phase.executor import ExecutorError, cpu_build, cpu_launch
 from mlx_phase.executor.cpu import metal_kernel
+from mlx_phase.executor.signature import Arg, metal_source
 
 I = "uint i = thread_position_in_grid.x; "  # noqa: E741
 COPY = I + "out[i] = a[i];"
@@ -238,16 +240,39 @@ def test_results_do_not_depend_on_the_number_of_threads(
 
 def test_reads_just_outside_an_array_are_forgiven() -> None:
     # A GPU returns garbage there, and kernels that throw it away are right. The array
-    # is large enough to have its own mapping, so that this read would fault.
-    body = I + "float stray = a[(int)i - 1024]; out[i] = i < 1024 ? 1.0f : stray;"
-    got = run(body, mx.zeros(1 << 23), shape=(2048,), group=(256, 1, 1))
-    assert got.tolist() == [1.0] * 1024 + [0.0] * 1024
+    # is large enough to have its own mapping, so that these reads fault at first; the
+    # sums show that what the first attempt wrote is undone.
+    body = (
+        I
+        + """
+      float stray = a[(int)i - 3000000] + b[8 * (int)i - 1000000];
+      atomic_fetch_add_explicit(&out[0], stray == 7 ? 0 : 1, memory_order_relaxed);
+      float twice = a[i] + b[0] - b[-(int)i];
+      atomic_fetch_add_explicit(&out[1], twice, memory_order_relaxed);
+    """
+    )
+    x = mx.arange(1 << 23, dtype=mx.float32)
+    view = mx.arange(1 << 22, dtype=mx.float32)[::-1][5:]
+    got = run(
+        body, x, view, shape=(2,), dtype=mx.float32, grid=(2048, 1, 1),
+        group=(256, 1, 1), atomic_outputs=True, init_value=3,
+        ensure_row_contiguous=False,
+    )  # fmt: skip
+    assert got.tolist() == [3 + 2048, 3 + 2048 * 2047]
+
+
+def test_writes_outside_an_array_are_not_forgiven() -> None:
+    body = I + "float s = a[(int)i - 3000000]; ((device float*)a)[i] = s;"
+    with pytest.raises(ExecutorError, match="which is not mapped"):
+        run(body, mx.zeros(1 << 23), shape=(8,))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_works_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_PHASE_CPU_THREADS", "2")
-    library = cpu._load("forked", _forked_source())
+    library = cpu_launch.load(
+        "forked", metal_source("forked", [], [Arg("o", "float", 1, 9)], I + "o[i] = i;")
+    )
     run(COPY, mx.zeros(4096), shape=(4096,), group=(64, 1, 1))
     child = os.fork()
     if child == 0:
@@ -256,21 +281,12 @@ def test_works_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _forked_source() -> object:
-    from mlx_phase.executor.signature import Arg, metal_source
-
-    out = [Arg("out", "float", 1, 4096)]
-    return metal_source("forked", [], out, I + "out[i] = i;")
-
-
 def _launch_without_mlx(library: object) -> int:
-    import ctypes
-
     memory = (ctypes.c_float * 4096)()
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-    block = ctypes.create_string_buffer(cpu._ARGS_AT)
-    cpu._LAUNCH.pack_into(
-        block, 0, library.entry, ctypes.addressof(pointers), 0, 4096, 1, 1, 64, 1, 1,
+    block = ctypes.create_string_buffer(cpu_launch.ARGS_AT)
+    cpu_launch.LAUNCH.pack_into(
+        block, 0, library.entry, ctypes.addressof(pointers), 4096, 1, 1, 64, 1, 1,
         0, 0, 0, 0, 2, 0,
     )  # fmt: skip
     code = cpu_build.runtime().emu_launch(block)
@@ -278,4 +294,4 @@ def _launch_without_mlx(library: object) -> int:
 
 
 def test_structures_agree_with_the_runtime() -> None:
-    assert cpu_build.runtime().emu_launch_bytes() == cpu._ARGS_AT
+    assert cpu_build.runtime().emu_launch_bytes() == cpu_launch.ARGS_AT

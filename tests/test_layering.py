@@ -21,6 +21,7 @@ FLOW = (
     {"executor"},
     {"launch"},
     {"ops"},
+    {"siblings"},
     {"layers", "block"},
     {"check"},
     {"tune", "patch_report"},

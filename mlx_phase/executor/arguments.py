@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,15 +39,13 @@ def check_kernel(
 
 def three(what: str, value: Any) -> tuple[int, int, int]:
     """Return ``grid`` or ``threadgroup`` as three ints that are not negative."""
-    if not isinstance(value, (tuple, list)) or len(value) != 3:
-        raise TypeError(f"[metal_kernel] `{what}` must be three ints, got {value!r}.")
-    for v in value:
-        if isinstance(v, bool) or not hasattr(v, "__index__"):
-            raise TypeError(
-                f"[metal_kernel] `{what}` must be three ints, got {value!r}."
-            )
-    x, y, z = (v.__index__() for v in value)
-    if min(x, y, z) < 0 or max(x, y, z) >= 2**32:
+    try:
+        x, y, z = map(operator.index, value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"[metal_kernel] `{what}` must be three ints, got {value!r}."
+        ) from None
+    if x < 0 or y < 0 or z < 0 or max(x, y, z) >= 2**32:
         raise ValueError(
             f"[metal_kernel] `{what}` must have sizes from 0 to 2^32 - 1, got {value}."
         )

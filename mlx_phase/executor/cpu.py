@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_phase.executor import cpu_build
 from mlx_phase.executor.arguments import check_call, check_kernel, three
 from mlx_phase.executor.cpu_arrays import (
-    address,
     evaluate,
     filled,
     is_traced,
     poisoned,
     untraceable,
 )
-from mlx_phase.executor.cpu_source import cpu_source
+from mlx_phase.executor.cpu_launch import Library, launch, load
 from mlx_phase.executor.error import ExecutorError
 from mlx_phase.executor.signature import (
     CONSTANT_BELOW,
@@ -33,21 +28,6 @@ from mlx_phase.executor.signature import (
 
 MAX_THREADS = 1024
 MAX_ARENA = 32768
-#: struct EmuLaunch of include/cpu_runtime.h: entry, args, spans, grid, group, groups,
-#: arena_bytes, threads, span_count; its EmuError: code, line, thread, group, file, text.
-_LAUNCH = struct.Struct("=QQQ3I3I3IIII")
-_ERROR = struct.Struct("=iii3I64s2048s")
-_ARGS_AT = (_LAUNCH.size + _ERROR.size + 7) // 8 * 8
-_LIBRARIES: dict[str, _Library] = {}
-
-
-@dataclass(frozen=True)
-class _Library:
-    """A loaded kernel: its entry's address and its threadgroup memory in bytes."""
-
-    handle: ctypes.CDLL
-    entry: int
-    arena_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,34 +35,7 @@ class _Variant:
     """A kernel for one combination of types, sizes and template arguments."""
 
     metal: MetalSource
-    library: _Library
-
-
-def _load(name: str, metal: MetalSource) -> _Library:
-    code = cpu_source(metal)
-    library = _LIBRARIES.get(code)
-    if library is None:
-        try:
-            handle = cpu_build.load(code, cpu_build.KERNEL_FLAGS)
-        except ExecutorError as error:
-            raise ExecutorError(f"kernel {name!r}: {error}") from None
-        entry = ctypes.cast(handle.emu_entry, ctypes.c_void_p).value
-        arena = ctypes.c_uint64.in_dll(handle, "emu_arena_bytes").value
-        library = _LIBRARIES[code] = _Library(handle, entry, arena)
-    return library
-
-
-def _threads() -> int:
-    """OS threads to use: ``MLX_PHASE_CPU_THREADS``, else the usable cores."""
-    chosen = os.environ.get("MLX_PHASE_CPU_THREADS")
-    if chosen is None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if not chosen.isdecimal() or int(chosen) < 1:
-        raise ExecutorError(
-            f"MLX_PHASE_CPU_THREADS={chosen!r} is not a number of threads"
-        )
-    return int(chosen)
+    library: Library
 
 
 class CpuKernel:
@@ -196,7 +149,17 @@ class CpuKernel:
                 f"kernel {self.name!r}: a threadgroup of {group} has {threads} "
                 f"threads; Metal takes 1 to {MAX_THREADS}"
             )
-        self._launch(variant, arrays, views, outputs, grid, group)
+        launch(
+            self.name,
+            variant.metal,
+            variant.library,
+            arrays,
+            views,
+            outputs,
+            init_value,
+            grid,
+            group,
+        )
         return outputs
 
     def _variant(
@@ -231,7 +194,7 @@ class CpuKernel:
                 "with _shape, _strides or _ndim and no attribute; name one, such as "
                 "thread_position_in_grid, in the source"
             )
-        library = _load(self.name, metal)
+        library = load(self.name, metal)
         if library.arena_bytes > MAX_ARENA:
             raise ExecutorError(
                 f"kernel {self.name!r}: its threadgroup variables take "
@@ -239,56 +202,6 @@ class CpuKernel:
             )
         variant = self._variants[key] = _Variant(metal, library)
         return variant
-
-    def _launch(
-        self,
-        variant: _Variant,
-        arrays: list[mx.array],
-        views: list[memoryview],
-        outputs: list[mx.array],
-        grid: tuple[int, int, int],
-        group: tuple[int, ...],
-    ) -> None:
-        params, library = variant.metal.params, variant.library
-        spans_at = _ARGS_AT + 8 * len(params)
-        at = spans_at + 16 * len(params)
-        room = at + sum(8 + 8 * views[p.index].ndim for p in params if p.kind[0] in "sn")
-        block = ctypes.create_string_buffer(room)
-        base = ctypes.addressof(block)
-        pointers, spans = [], []
-        for param in params:
-            i = param.index
-            if param.kind in ("input", "output"):
-                ins = param.kind == "input"
-                array = arrays[i] if ins else outputs[i]
-                view = views[i] if ins else memoryview(array)
-                pointers.append(address(array, view))
-                spans += [pointers[-1], pointers[-1] + max(view.nbytes, 1) - 1]
-                continue
-            view = views[i]
-            pointers.append(base + at)
-            if param.kind == "ndim":
-                struct.pack_into("=i", block, at, view.ndim)
-            elif param.kind == "shape":
-                struct.pack_into(f"={view.ndim}i", block, at, *view.shape)
-            else:
-                steps = (s // view.itemsize for s in view.strides)
-                struct.pack_into(f"={view.ndim}q", block, at, *steps)
-            at += 8 + 8 * view.ndim
-        struct.pack_into(f"={len(pointers)}Q", block, _ARGS_AT, *pointers)
-        struct.pack_into(f"={len(spans)}Q", block, spans_at, *spans)
-        _LAUNCH.pack_into(
-            block, 0, library.entry, base + _ARGS_AT, base + spans_at, *grid, *group,
-            0, 0, 0, library.arena_bytes, _threads(), len(spans) // 2,
-        )  # fmt: skip
-        if cpu_build.runtime().emu_launch(block):
-            fields = _ERROR.unpack_from(block, _LAUNCH.size)
-            message = fields[-1].split(b"\0", 1)[0].decode(errors="replace")
-            where = tuple(fields[3:6])
-            raise ExecutorError(
-                f"kernel {self.name!r}: {message} [threadgroup {where} of a grid of "
-                f"{grid} threads]"
-            )
 
 
 def _arg(name: str, dtype: mx.Dtype, array: mx.array | None = None) -> Arg:

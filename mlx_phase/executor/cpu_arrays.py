@@ -124,3 +124,24 @@ def filled(shape: tuple[int, ...], dtype: mx.Dtype, value: float) -> mx.array:
     array = mx.full(shape, value, dtype, stream=mx.cpu)
     mx.eval(array)
     return array
+
+
+def extent(address: int, view: memoryview) -> tuple[int, int]:
+    """First byte and number of bytes that the elements of a strided view lie in."""
+    if view.nbytes == 0:
+        return address, 0
+    steps = [(n - 1) * s for n, s in zip(view.shape, view.strides, strict=True)]
+    low, high = sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps)
+    return address + low, high - low + view.itemsize
+
+
+def reset(array: mx.array, value: float | None) -> None:
+    """Make an output what it was before the kernel wrote to it."""
+    view = memoryview(array)
+    if view.nbytes == 0:
+        return
+    if value is None:
+        ctypes.memset(address(array, view), 0xFF, view.nbytes)
+        return
+    fresh = filled(array.shape, array.dtype, value)
+    ctypes.memmove(address(array, view), address(fresh, memoryview(fresh)), view.nbytes)

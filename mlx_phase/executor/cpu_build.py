@@ -176,6 +176,9 @@ def _math() -> None:
 def runtime() -> CDLL:
     """The scheduler's library, built on first use."""
     library = load(None, [], [str(INCLUDE / name) for name in RUNTIME])
+    sizes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    library.emu_copy.argtypes = library.emu_free_copy.argtypes = sizes
+    library.emu_copy.restype, library.emu_free_copy.restype = ctypes.c_void_p, None
     # Its OS threads do not survive a fork: the child starts its own.
     os.register_at_fork(after_in_child=library.emu_after_fork)
     return library

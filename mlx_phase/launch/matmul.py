@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..chip import Chip, detect
 from ..executor import executor_name, metal_kernel
-from ..plan import Plan, plan
+from ..plan import Plan, plan, plan_shared
 from ..problem import Matmul
 from ..source import load
 
@@ -48,6 +48,18 @@ def _pad_rows(a: mx.array, rows: int) -> mx.array:
     return mx.pad(a, [(0, rows - a.shape[0]), (0, 0)])
 
 
+def _tiles(p: Plan, N: int) -> int:
+    return -(-N // (p.rows * p.simdgroups // p.k_simdgroups))
+
+
+def _launch(problem: Matmul, p: Plan, tiles: int) -> dict[str, object]:
+    return {
+        "template": template(problem, p),
+        "grid": (tiles * 32 * p.simdgroups, p.splits, 1),
+        "threadgroup": (32 * p.simdgroups, 1, 1),
+    }
+
+
 def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
     """A function ``(x, w, scales, biases) -> y`` for every x of this problem's M.
 
@@ -57,19 +69,13 @@ def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
     """
     p = p or plan(problem, device_chip())
     M, N = problem.M, problem.N
-    # Inputs under 8 elements are `constant` in MSL: such matrices get rows of zeros.
-    width = problem.K
-    if problem.mode != "none":
-        width = problem.K // max(problem.group_size, 32 // problem.bits)
-    rows = max(N, -(-8 // width)) if width < 8 else N
-    tiles = -(-rows // (p.rows * p.simdgroups // p.k_simdgroups))
+    # Inputs under 8 elements are `constant` in MSL, so tiny matrices get rows of zeros.
+    width = problem.K // (1 if problem.mode == "none" else problem.group_size)
+    # A tile needs as many rows as it owns.
+    rows = max(N, -(-8 // width), p.rows)
     run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
-    launch = {
-        "template": template(problem, p),
-        "grid": (tiles * 32 * p.simdgroups, p.splits, 1),
-        "threadgroup": (32 * p.simdgroups, 1, 1),
-        "output_dtypes": [dtype if p.splits == 1 else mx.float32],
-    }
+    launch = _launch(problem, p, _tiles(p, rows))
+    launch["output_dtypes"] = [dtype if p.splits == 1 else mx.float32]
     partial = [(p.splits, M * rows)]
     reduce = {
         "template": [("T", dtype), ("SPLITS", p.splits)],
@@ -88,6 +94,24 @@ def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
             y = run(inputs=[x, *weights], output_shapes=partial, **launch)[0]
             y = kernel("qmv_reduce")(inputs=[y], output_shapes=shape, **reduce)[0]
         return y if rows == N else y[..., :N]
+
+    return call
+
+
+def prepare_shared(members: tuple[Matmul, ...], p: Plan | None = None) -> Launch:
+    """A function ``(x, w0, scales0, biases0, w1, ...) -> [y0, y1, ...]``: one launch.
+
+    The members differ in N only. ValueError if no kernel takes them together.
+    """
+    p = p or plan_shared(members, device_chip())
+    first = members[0]
+    run = kernel(p.kernel)
+    launch = _launch(first, p, sum(_tiles(p, m.N) for m in members))
+    launch["output_dtypes"] = [getattr(mx, first.x_dtype)] * len(members)
+
+    def call(x: mx.array, *weights: mx.array) -> list[mx.array]:
+        shapes = [(*x.shape[:-1], m.N) for m in members]
+        return run(inputs=[x, *weights], output_shapes=shapes, **launch)
 
     return call
 

@@ -1,8 +1,6 @@
 // OS threads that share a launch's threadgroups, and the net that catches faults in kernels.
-#define _GNU_SOURCE
 #include "cpu_worker.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -29,49 +27,9 @@ static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
 enum { SIGNALS = sizeof signals / sizeof *signals };
 static struct sigaction before[SIGNALS];
 
-// Reads a little outside an array give garbage on a GPU, and kernels that discard the value rely on it
-// (MLX's own grid_sample example does). A page of NaN that can only be read is put there for the launch.
-enum { STRAY_PAGES = 1024, STRAY_BYTES = 16 << 20, PAGE = 4096 };
-static void* stray[STRAY_PAGES];
-static uint32_t strays;
-
-static int forgive_read(const siginfo_t* info) {
-#ifdef MAP_FIXED_NOREPLACE
-  const uintptr_t at = (uintptr_t)info->si_addr;
-  if (info->si_code != SEGV_MAPERR || sysconf(_SC_PAGESIZE) != PAGE) return 0;
-  for (uint32_t i = 0; i < current->span_count; i++) {
-    const uintptr_t first = current->spans[i][0], last = current->spans[i][1];
-    if (at + STRAY_BYTES < first || at > last + STRAY_BYTES) continue;
-    const uint32_t slot = __atomic_fetch_add(&strays, 1, __ATOMIC_RELAXED);
-    if (slot >= STRAY_PAGES) return 0;
-    void* page = (void*)(at & ~(uintptr_t)(PAGE - 1));
-    void* made = mmap(page, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    if (made == MAP_FAILED) return errno == EEXIST;  // another thread was first: try again
-    if (made == page) {
-      memset(page, 0xff, PAGE);
-      mprotect(page, PAGE, PROT_READ);
-    }
-    stray[slot] = made;
-    return made == page;
-  }
-#else
-  (void)info;
-#endif
-  return 0;
-}
-
-static void forget_strays(void) {
-  const uint32_t count = strays < STRAY_PAGES ? strays : STRAY_PAGES;
-  for (uint32_t i = 0; i < count; i++)
-    if (stray[i]) munmap(stray[i], PAGE);
-  memset(stray, 0, count * sizeof *stray);
-  strays = 0;
-}
-
 static void on_fault(int number, siginfo_t* info, void* context) {
   Worker* w = mine;
   if (w && w->shared.running) {
-    if (number == SIGSEGV && forgive_read(info)) return;
     w->fault_signal = number;
     w->fault_code = info->si_code;
     w->fault_address = (uintptr_t)info->si_addr;
@@ -224,10 +182,31 @@ EXPORT int emu_launch(EmuLaunch* launch) {
     while (busy) pthread_cond_wait(&finished, &lock);
     pthread_mutex_unlock(&lock);
   }
-  if (strays) forget_strays();
   sigaltstack(&old_alt, NULL);
   for (int i = 0; i < SIGNALS; i++) sigaction(signals[i], &before[i], NULL);
   int code = launch->error.code;
   pthread_mutex_unlock(&launch_lock);
   return code;
+}
+
+// Pages around `bytes` that start at `data`, at the same offset within a page.
+static size_t copy_bytes(const void* data, size_t bytes, size_t margin, size_t* offset) {
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  *offset = margin + (uintptr_t)data % page;
+  return (*offset + bytes + margin + page - 1) / page * page;
+}
+
+// A copy that can only be read, with `margin` (a multiple of the page size) of zeros to both sides.
+EXPORT void* emu_copy(const void* data, size_t bytes, size_t margin) {
+  size_t offset, size = copy_bytes(data, bytes, margin, &offset);
+  unsigned char* at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return NULL;
+  memcpy(at + offset, data, bytes);
+  mprotect(at, size, PROT_READ);
+  return at + offset;
+}
+
+EXPORT void emu_free_copy(void* copy, size_t bytes, size_t margin) {
+  size_t offset, size = copy_bytes(copy, bytes, margin, &offset);
+  munmap((unsigned char*)copy - offset, size);
 }

@@ -24,6 +24,7 @@ static const char* base_name(const char* file) {
 
 void emu_error(Worker* w, int code, EmuLane* lane, uint32_t at, const char* file, const char* format, ...) {
   EmuError* e = &w->error;
+  e->address = 0;
   e->code = code;
   e->line = EMU_LINE(at);
   e->thread = lane ? (int32_t)lane->index : -1;
@@ -179,4 +180,5 @@ void emu_fault(Worker* w) {
     emu_error(w, EMU_FAULT, lane, 0, NULL, "thread %u accessed address 0x%llx, which is not mapped", index,
               (unsigned long long)at);
   }
+  w->error.address = at;
 }

@@ -70,6 +70,7 @@ struct EmuLane {
 };
 
 typedef struct EmuError {
+  uint64_t address;    // of a fault
   int32_t code;
   int32_t line;
   int32_t thread;      // index in the threadgroup, -1 unknown
@@ -81,10 +82,9 @@ typedef struct EmuError {
 typedef struct EmuLaunch {
   void (*entry)(EmuLane*);
   void** args;
-  const uintptr_t (*spans)[2];  // first and last byte of each array, for reads that stray
   uint32_t grid[3], group[3], groups[3];  // threads, threads of a full threadgroup, threadgroups
   uint32_t arena_bytes, threads;          // threadgroup memory; OS threads to use
-  uint32_t span_count;
+  uint32_t unused;
   EmuError error;
 } EmuLaunch;
 

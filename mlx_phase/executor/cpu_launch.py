@@ -1,0 +1,194 @@
+"""Loads compiled kernels and hands them to the runtime's scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_phase.executor import cpu_build
+from mlx_phase.executor.cpu_arrays import address, extent, reset
+from mlx_phase.executor.cpu_source import cpu_source
+from mlx_phase.executor.error import ExecutorError
+from mlx_phase.executor.signature import MetalSource
+
+#: struct EmuLaunch of include/cpu_runtime.h: entry, args, grid, group, groups,
+#: arena_bytes, threads, unused; then its EmuError: address, code, line, thread, group,
+#: file, text. What args point at follows in the same block.
+LAUNCH = struct.Struct("=QQ3I3I3IIII")
+_ERROR = struct.Struct("=Qiii3I64s2048s")
+#: How far outside an array a read may stray: a multiple of every page size.
+MARGIN = 16 << 20
+ARGS_AT = (LAUNCH.size + _ERROR.size + 7) // 8 * 8
+_LIBRARIES: dict[str, Library] = {}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loaded kernel: its entry's address and its threadgroup memory in bytes."""
+
+    handle: ctypes.CDLL
+    entry: int
+    arena_bytes: int
+
+
+def load(name: str, metal: MetalSource) -> Library:
+    """Build and load a specialised kernel, or find it among those loaded before.
+
+    Raises ExecutorError with the compiler's words if it does not compile.
+    """
+    code = cpu_source(metal)
+    library = _LIBRARIES.get(code)
+    if library is None:
+        try:
+            handle = cpu_build.load(code, cpu_build.KERNEL_FLAGS)
+        except ExecutorError as error:
+            raise ExecutorError(f"kernel {name!r}: {error}") from None
+        entry = ctypes.cast(handle.emu_entry, ctypes.c_void_p).value
+        arena = ctypes.c_uint64.in_dll(handle, "emu_arena_bytes").value
+        library = _LIBRARIES[code] = Library(handle, entry, arena)
+    return library
+
+
+@functools.cache
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _threads() -> int:
+    """OS threads to use: ``MLX_PHASE_CPU_THREADS``, else the usable cores."""
+    chosen = os.environ.get("MLX_PHASE_CPU_THREADS")
+    if chosen is None:
+        return _cores()
+    if not chosen.isdecimal() or int(chosen) < 1:
+        raise ExecutorError(
+            f"MLX_PHASE_CPU_THREADS={chosen!r} is not a number of threads"
+        )
+    return int(chosen)
+
+
+def launch(
+    name: str,
+    metal: MetalSource,
+    library: Library,
+    arrays: list[mx.array],
+    views: list[memoryview],
+    outputs: list[mx.array],
+    init_value: float | None,
+    grid: tuple[int, int, int],
+    group: tuple[int, ...],
+) -> None:
+    """Run every threadgroup and wait; ``views`` are the memoryviews of ``arrays``.
+
+    ``outputs`` hold ``init_value``, or poison for None. Raises ExecutorError for what
+    goes wrong in the kernel.
+    """
+    inputs = [address(a, v) for a, v in zip(arrays, views, strict=True)]
+    writes = [address(a, memoryview(a)) for a in outputs]
+    failure = _attempt(metal, library, inputs, writes, views, grid, group)
+    extents = [extent(p, v) for p, v in zip(inputs, views, strict=True)]
+    if failure and any(
+        size and first - MARGIN <= failure.address < first + size + MARGIN
+        for first, size in extents
+    ):
+        # A GPU lets a read stray a little, and a kernel that throws the value away is
+        # right (MLX's documentation has one). Where that faults here, run again on
+        # copies with room around them; a write still faults.
+        for output in outputs:
+            reset(output, init_value)
+        with _roomy_copies(inputs, extents) as copies:
+            failure = _attempt(metal, library, copies, writes, views, grid, group)
+    if failure:
+        raise ExecutorError(
+            f"kernel {name!r}: {failure.message} [threadgroup {failure.group} of a "
+            f"grid of {grid} threads]"
+        )
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The first error of a launch; the address is 0 unless memory was the trouble."""
+
+    message: str
+    group: tuple[int, int, int]
+    address: int
+
+
+def _attempt(
+    metal: MetalSource,
+    library: Library,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    views: Sequence[memoryview],
+    grid: tuple[int, int, int],
+    group: tuple[int, ...],
+) -> _Failure | None:
+    params = metal.params
+    at = ARGS_AT + 8 * len(params)
+    extra = [views[p.index].ndim for p in params if p.kind in ("shape", "strides")]
+    block = ctypes.create_string_buffer(at + 8 * (sum(extra) + len(params)))
+    base = ctypes.addressof(block)
+    pointers = []
+    for param in params:
+        i = param.index
+        if param.kind == "input":
+            pointers.append(inputs[i])
+            continue
+        if param.kind == "output":
+            pointers.append(outputs[i])
+            continue
+        view = views[i]
+        pointers.append(base + at)
+        if param.kind == "ndim":
+            struct.pack_into("=i", block, at, view.ndim)
+            at += 8
+        elif param.kind == "shape":
+            struct.pack_into(f"={view.ndim}i", block, at, *view.shape)
+            at += 8 * view.ndim
+        else:
+            steps = (s // view.itemsize for s in view.strides)
+            struct.pack_into(f"={view.ndim}q", block, at, *steps)
+            at += 8 * view.ndim
+    struct.pack_into(f"={len(pointers)}Q", block, ARGS_AT, *pointers)
+    LAUNCH.pack_into(
+        block, 0, library.entry, base + ARGS_AT, *grid, *group, 0, 0, 0,
+        library.arena_bytes, _threads(), 0,
+    )  # fmt: skip
+    if not cpu_build.runtime().emu_launch(block):
+        return None
+    fault, _, _, _, x, y, z, _, text = _ERROR.unpack_from(block, LAUNCH.size)
+    message = text.split(b"\0", 1)[0].decode(errors="replace")
+    return _Failure(message, (x, y, z), fault)
+
+
+@contextlib.contextmanager
+def _roomy_copies(
+    inputs: Sequence[int], extents: Sequence[tuple[int, int]]
+) -> Iterator[list[int]]:
+    """Addresses of read-only copies of the inputs, MARGIN bytes of zeros around."""
+    runtime = cpu_build.runtime()
+    made = []
+    try:
+        for first, size in extents:
+            copy = runtime.emu_copy(first, size, MARGIN) if size else first
+            if copy is None:
+                raise ExecutorError(f"no memory for a copy of {size} bytes of input")
+            made.append((copy, size))
+        yield [
+            copy + pointer - first
+            for (copy, _), pointer, (first, _) in zip(
+                made, inputs, extents, strict=True
+            )
+        ]
+    finally:
+        for copy, size in made:
+            if size:
+                runtime.emu_free_copy(copy, size, MARGIN)
