@@ -15,20 +15,24 @@ METAL_FUNC void halves(thread float* h, const uint u, const int i, const int j) 
   h[j] = float(p.y);
 }
 
+// The exponent bits of two halves of 1024. K is never negative, but a compiler can't know: it
+// keeps the constant in a register instead of loading it before each use.
+METAL_FUNC uint one_bits(const int K) { return K < 0 ? 0 : 0x64006400; }
+
 // h[0..7] from codes 8j .. 8j+7 of the pack q.
 template <int bits>
-METAL_FUNC void decode8(const thread uint* q, const int j, thread float* h) {
+METAL_FUNC void decode8(const thread uint* q, const int j, const uint one, thread float* h) {
   if (bits == 4) {
     const uint u = q[j];
-    halves(h, (u & 0x000f000f) | 0x64006400, 0, 4);
-    halves(h, (u & 0x00f000f0) | 0x64006400, 1, 5);
-    halves(h, (u >> 8 & 0x000f000f) | 0x64006400, 2, 6);
-    halves(h, (u >> 8 & 0x00f000f0) | 0x64006400, 3, 7);
+    halves(h, (u & 0x000f000f) | one, 0, 4);
+    halves(h, (u & 0x00f000f0) | one, 1, 5);
+    halves(h, (u >> 8 & 0x000f000f) | one, 2, 6);
+    halves(h, (u >> 8 & 0x00f000f0) | one, 3, 7);
   } else if (bits == 8) {
     UNROLL for (int k = 0; k < 2; k++) {
       const uint u = q[2 * j + k];
-      halves(h, (u & 0x00ff00ff) | 0x64006400, 4 * k, 4 * k + 2);
-      halves(h, (u >> 8 & 0x00ff00ff) | 0x64006400, 4 * k + 1, 4 * k + 3);
+      halves(h, (u & 0x00ff00ff) | one, 4 * k, 4 * k + 2);
+      halves(h, (u >> 8 & 0x00ff00ff) | one, 4 * k + 1, 4 * k + 3);
     }
   } else {
     const int P = in_place<bits>();
@@ -36,7 +40,7 @@ METAL_FUNC void decode8(const thread uint* q, const int j, thread float* h) {
       const int p = bits * (8 * j + i / P * P), a = p / 32, o = p % 32;
       uint t = q[a] >> o;
       if (o + bits * (i % P + 1) > 32) t |= q[a + 1] << (32 - o);
-      t = (t & ((1u << bits) - 1) << bits * (i % P)) | 0x6400;
+      t = (t & ((1u << bits) - 1) << bits * (i % P)) | (one & 0xffff);
       h[i] = float(as_type<half>(ushort(t)));
     }
   }

@@ -13,9 +13,11 @@ METAL_FUNC void halves(thread float* h, const uint u, const int i, const int j) 
   h[j] = float(p.y);
 }
 
+METAL_FUNC uint one_bits(const int K) { return 0; }
+
 // h[0..7] from codes 8j .. 8j+7 of the pack q.
 template <int bits>
-METAL_FUNC void decode8(const thread uint* q, const int j, thread float* h) {
+METAL_FUNC void decode8(const thread uint* q, const int j, const uint one, thread float* h) {
   if (bits == 4) {
     const uint u = q[j];
     halves(h, (u & 0x00070007) << 9 | (u & 0x00080008) << 12, 0, 4);

@@ -37,9 +37,10 @@ METAL_FUNC void gemv(
   const int packs = (K + 7) / 8, share = (packs + SPLITS - 1) / SPLITS;
   const int row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
   const int c = tg.y * share + sg % KS * 32 + lane, end = min(packs, int(tg.y + 1) * share);
+  const bool wide = K % 8 == 0 && ALIGNED(x, 16) && ALIGNED(w, 16);
   w += (size_t)row * K;
   float acc[R * M];
-  if (K % 8 == 0 && ALIGNED(x, 16) && ALIGNED(w, 16))
+  if (wide)
     gemv_rows<T, M, R, KS, true>(x, w, acc, K, c, end);
   else
     gemv_rows<T, M, R, KS, false>(x, w, acc, K, c, end);

@@ -23,7 +23,7 @@ METAL_FUNC void load_words(const device uint* p, thread uint* q) {
 template <typename T, int bits, int group, int M, int R, bool WIDE>
 METAL_FUNC void add_pack(
     const device T* x, const int K, const thread uint* q, const thread float* s,
-    const thread float* b, thread float* acc) {
+    const thread float* b, const uint one, thread float* acc) {
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32, P = in_place<bits>();
   // part[k]: the sum of the x whose codes sit k places up in their halves.
   float dot[R * M], part[M * P];
@@ -32,7 +32,7 @@ METAL_FUNC void add_pack(
   UNROLL for (int j = 0; j < PK / 8; j++) {
     float h[R][8];
     UNROLL for (int r = 0; r < R; r++) {
-      decode8<bits>(q + r * NW, j, h[r]);
+      decode8<bits>(q + r * NW, j, one, h[r]);
       // fp32 activations keep more digits than the 1024 leaves them: take it out exactly.
       if (AFFINE && sizeof(T) == 4) {
         UNROLL for (int i = 0; i < 8; i++) h[r][i] -= 1024.0f;
@@ -76,6 +76,7 @@ METAL_FUNC void qmv_rows(
     thread float* acc, const int K, const int c0, const int end) {
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32;
   UNROLL for (int i = 0; i < R * M; i++) acc[i] = 0;
+  const uint one = one_bits(K);
   w += c0 * NW;
   x += c0 * PK;
   for (int c = c0; c < end; c += 32 * KS) {
@@ -87,7 +88,7 @@ METAL_FUNC void qmv_rows(
       s[r] = group_scale<group, bits>(scales[g]);
       b[r] = AFFINE ? float(biases[g]) : 0;
     }
-    add_pack<T, bits, group, M, R, WIDE>(x, K, q, s, b, acc);
+    add_pack<T, bits, group, M, R, WIDE>(x, K, q, s, b, one, acc);
     w += 32 * KS * NW;
     x += 32 * KS * PK;
   }
@@ -104,11 +105,13 @@ METAL_FUNC void qmv(
   // The last tile moves back to stay inside; rows it shares with the one before are not stored.
   const int row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
   const int c = tg.y * share + sg % KS * 32 + lane, end = min(packs, int(tg.y + 1) * share);
+  // Looked at before the row is added: all threads of the grid take the same branch.
+  const bool wide = ALIGNED(x, 16) && ALIGNED(w, 16);
   w += (size_t)row * KW;
   scales += (size_t)row * (K / group);
   biases += (size_t)row * (K / group);
   float acc[R * M];
-  if (ALIGNED(x, 16) && ALIGNED(w, 16))
+  if (wide)
     qmv_rows<T, bits, group, M, R, KS, true>(x, w, scales, biases, acc, K, c, end);
   else
     qmv_rows<T, bits, group, M, R, KS, false>(x, w, scales, biases, acc, K, c, end);

@@ -33,6 +33,8 @@ class _Phase:
     _routes: Routes
     _siblings: Siblings | None = None
     _sibling: int = 0
+    _joined: Siblings | None = None
+    _owner: dict | None = None
     _train: bool = False
 
     def _find(self, x: mx.array) -> Bound:
@@ -61,9 +63,6 @@ class _Phase:
 
     def _product(self, x: mx.array) -> mx.array | None:
         """x @ W.T without bias, or None where stock has to serve."""
-        if self._siblings is not None and not self._train:
-            if (y := self._siblings.take(self._sibling, x)) is not None:
-                return y
         bound = self._routes.get((x.shape, x.dtype)) or self._find(x)
         bound.route.calls += 1
         return None if bound.route.launch is None else bound.call(x)
@@ -76,20 +75,26 @@ class _Phase:
     def _set_training_mode(self, mode: bool) -> None:
         super()._set_training_mode(mode)
         object.__setattr__(self, "_train", bool(mode))
+        object.__setattr__(self, "_siblings", None if mode else self._joined)
         self._forget()
 
     def _forget(self) -> None:
         # Unpickling sets items before attributes.
         self.__dict__.get("_routes", {}).clear()
-        if self._siblings is not None:
-            self._siblings.bound.clear()
+        if self._joined is not None:
+            self._joined.bound.clear()
+        if self._owner is not None:
+            self._owner.clear()
 
 
 class PhaseQuantizedLinear(_Phase, nn.QuantizedLinear):
     """nn.QuantizedLinear on the decode kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if (y := self._product(x)) is None:
+        y, siblings = None, self._siblings
+        if siblings is not None:
+            y = siblings.take(self._sibling, x)
+        if y is None and (y := self._product(x)) is None:
             return nn.QuantizedLinear.__call__(self, x)
         return y + self["bias"] if "bias" in self else y
 
@@ -178,7 +183,7 @@ def adopt(layer: nn.Module) -> None:
 def release(layer: nn.Module) -> None:
     """Give a drop-in its stock class back; its arrays were never touched."""
     layer.__class__ = STOCK[type(layer)]
-    for name in ("_routes", "_train", "_siblings", "_sibling"):
+    for name in ("_routes", "_train", "_siblings", "_sibling", "_joined", "_owner"):
         layer.__dict__.pop(name, None)
 
 
@@ -186,5 +191,6 @@ def join(members: list[nn.Module]) -> None:
     """Have drop-ins that read the same x share a launch."""
     siblings = Siblings(members)
     for i, m in enumerate(members):
-        object.__setattr__(m, "_siblings", siblings)
+        object.__setattr__(m, "_joined", siblings)
+        object.__setattr__(m, "_siblings", None if m._train else siblings)
         object.__setattr__(m, "_sibling", i)

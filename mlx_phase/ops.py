@@ -4,7 +4,8 @@ Every call takes a `Route`. Routes are shared per problem, so counting calls and
 switching a kernel off for the process reach every layer that uses it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -57,6 +58,18 @@ def reset_served() -> None:
     """Set all counters of `served` to zero."""
     for route in [*_ROUTES.values(), *_STOCK.values()]:
         route.calls = 0
+
+
+@contextmanager
+def counted() -> Iterator[list[Route]]:
+    """The routes that are called inside, each once per call; `served` forgets them."""
+    before = {r: r.calls for r in [*_ROUTES.values(), *_STOCK.values()]}
+    routes: list[Route] = []
+    yield routes
+    for route in [*_ROUTES.values(), *_STOCK.values()]:
+        was = before.get(route, 0)
+        routes += [route] * (route.calls - was)
+        route.calls = was
 
 
 def variant(problem: Matmul, chosen: Plan) -> str:

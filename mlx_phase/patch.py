@@ -18,21 +18,12 @@ from . import check as checks
 from . import ops
 from .arguments import DTYPES, check_quantized, defaults
 from .executor import executor_name
+from .fuse import fuse, unfuse
 from .launch.matmul import device_chip
-from .layers import (
-    PLAIN,
-    QUANTIZED,
-    STOCK,
-    PhaseQuantizedLinear,
-    adopt,
-    adopted,
-    join,
-    release,
-)
+from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, release
 from .patch_report import Layer, Report, Unpatched
-from .plan import MAX_M, supports, supports_shared
+from .plan import MAX_M, supports
 from .problem import Matmul
-from .siblings import NAMES, shares_x
 
 # Row counts checked at patch time: decode, and the first that shares weights. The
 # others are checked on first use (check="all": now).
@@ -197,30 +188,8 @@ def patch(
             chosen.append(m)
     _swap(chosen)
     problems = {id(m): p for _, m, p in todo if adopted(m)}
-    _join(report, [m for _, m in modules], problems, check)
+    fuse(report, [m for _, m in modules], problems, bool(check))
     return report
-
-
-def _join(report: Report, parents: list[nn.Module], problems, check) -> None:
-    """Let layers that their parent gives the same x share a launch."""
-    ready = {}
-    for parent in parents:
-        for names in NAMES:
-            members = [parent.get(name) for name in names]
-            if not all(id(m) in problems for m in members):
-                continue
-            kinds = {type(m) for m in members}
-            group = tuple(problems[id(m)] for m in members)
-            if kinds != {PhaseQuantizedLinear} or supports_shared(group):
-                continue
-            if group not in ready:
-                result = checks.check(*group) if check else None
-                if result is not None and result not in report.kernels:
-                    report.kernels.append(result)
-                ready[group] = result is None or result.ok
-            if ready[group] and shares_x(type(parent), names):
-                join(members)
-                report.shared[" + ".join(names)] += 1
 
 
 def _check(report: Report, problems: set[Matmul], rows) -> dict[Matmul, str]:
@@ -271,6 +240,7 @@ def unpatch(model: nn.Module) -> Unpatched:
     _validate(model, True, True, "off")
     layers = [m for _, m in _named(model) if adopted(m)]
     kinds = Counter(STOCK[type(m)].__name__ for m in layers)
+    unfuse([m for _, m in _named(model)])
     for m in layers:
         release(m)
     return Unpatched(type(model).__name__, dict(kinds))
@@ -288,6 +258,8 @@ def patched(model: nn.Module, **options) -> Iterator[Report]:
     try:
         yield report
     finally:
+        if not before:
+            unfuse([m for _, m in _named(model)])
         for _, m in _named(model):
             if adopted(m) and id(m) not in before:
                 release(m)

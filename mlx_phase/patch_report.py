@@ -40,6 +40,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     # Names of layers that share a launch -> how often in the model.
     shared: Counter[str] = field(default_factory=Counter)
+    # Classes whose calls are traced -> how many modules.
+    traced: Counter[str] = field(default_factory=Counter)
 
     @property
     def n_replaced(self) -> int:
@@ -71,6 +73,7 @@ class Report:
         own = {k: v for k, v in vars(self).items() if k not in ("replaced", "left")}
         return own | {
             "shared": dict(self.shared),
+            "traced": dict(self.traced),
             "n_replaced": self.n_replaced,
             "n_left": self.n_left,
             "by_kind": self.by_kind,
@@ -99,6 +102,8 @@ class Report:
             yield "kernels: not checked (check=False)"
         for names, n in self.shared.items():
             yield f"one launch for {names}: {n} times"
+        for name, n in self.traced.items():
+            yield f"calls of {name} traced: {n} modules"
         yield f"attention: {self.attention}"
         exact = "yes" if self.exact else "not asked for"
         yield f"exact rows: {exact}; tune: {self.tune}"

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .arguments import DTYPES
-from .ops import Bound, kernel_route, stock_route
+from .ops import Bound, kernel_route
 from .plan import MAX_M
 from .problem import Matmul
 
@@ -52,17 +52,14 @@ class Siblings:
         """Member ``index``'s product with x, or None where it must compute alone."""
         waiting = self.waiting
         if waiting is not None:
-            if waiting[0] is x and index in waiting[1]:
-                y = waiting[1].pop(index)
+            if waiting[0] is x and (y := waiting[1].pop(index, None)) is not None:
                 if not waiting[1]:
                     self.waiting, self.unused = None, 0
                 return y
-            if self._give_up(waiting):
+            if self._give_up():
                 return None
-        if x.size > MAX_M * x.shape[-1]:
-            return None
         bound = self.bound.get((x.shape, x.dtype)) or self._bind(x)
-        if bound.route.launch is None:
+        if bound is None or bound.route.launch is None:
             return None
         bound.route.calls += 1
         ys = dict(enumerate(bound.call(x)))
@@ -70,21 +67,24 @@ class Siblings:
         self.waiting = [x, ys]
         return y
 
-    def _give_up(self, waiting: list) -> bool:
+    def _give_up(self) -> bool:
         self.waiting = None
         self.unused += 1
         if self.unused < MAX_UNUSED:
             return False
         for m in self.members:
             object.__setattr__(m, "_siblings", None)
+            object.__setattr__(m, "_joined", None)
         return True
 
-    def _bind(self, x: mx.array) -> Bound:
+    def _bind(self, x: mx.array) -> Bound | None:
+        if x.size > MAX_M * x.shape[-1] or 0 in x.shape:
+            return None
         parts = [(m["weight"], m["scales"], m["biases"]) for m in self.members]
         problems = self.problems(x.size // x.shape[-1])
         if problems[0].K != x.shape[-1] or x.dtype != parts[0][1].dtype:
             # The layer itself says what is wrong with x.
-            return Bound(stock_route("x does not fit"), [])
+            return None
         route = kernel_route(*problems)
         bound = Bound(route, [a for part in parts for a in part])
         self.bound[x.shape, x.dtype] = bound

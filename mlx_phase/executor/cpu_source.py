@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from mlx_phase.executor import text
+from mlx_phase.executor.cpu_build import PRELUDE
 from mlx_phase.executor.signature import MetalSource
 from mlx_phase.executor.twins import drop_twins
 
@@ -73,7 +74,7 @@ def cpu_source(metal: MetalSource) -> str:
     arguments = ", ".join(passed)
     return (
         f"{text.swizzle_macros(header + source)}"
-        '#include "metal_cpu.h"\n'
+        f"{PRELUDE}"
         f'#line 1 "header"\n{header}\n'
         f'#line 1 "signature"\n{text.remove_attributes(metal.signature)}'
         f'#line 1 "source"\n{source}\n}}\n'

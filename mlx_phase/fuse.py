@@ -1,0 +1,74 @@
+"""Fewer launches and less Python a step: siblings and traced parents of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import check as checks
+from .executor import executor_name
+from .layers import PhaseQuantizedLinear, join
+from .parents import adopt_parent, adopted_parent, is_pure, release_parent
+from .patch_report import Report
+from .plan import supports_shared
+from .problem import Matmul
+from .siblings import NAMES, shares_x
+
+
+def fuse(
+    report: Report, modules: list[nn.Module], problems: dict[int, Matmul], check: bool
+) -> None:
+    """Join drop-ins that read the same x, trace modules that only chain drop-ins.
+
+    ``problems`` maps id(drop-in) to what it computes for M = 1. The report counts both.
+    """
+    verdicts: dict[tuple[Matmul, ...], bool] = {}
+    for parent in modules:
+        kind = parent._stock if adopted_parent(parent) else type(parent)
+        for names in NAMES:
+            members = [parent.get(name) for name in names]
+            if not all(_fits(m, problems) for m in members):
+                continue
+            group = tuple(problems[id(m)] for m in members)
+            if supports_shared(group) or not shares_x(kind, names):
+                continue
+            if group not in verdicts:
+                verdicts[group] = not check or _passes(report, group)
+            if verdicts[group]:
+                join(members)
+                report.shared[" + ".join(names)] += 1
+        # The CPU executor cannot be traced.
+        if executor_name() != "cpu" and _chains(parent, kind, problems):
+            report.traced[kind.__name__] += 1
+            if not adopted_parent(parent):
+                adopt_parent(parent, list(parent.children().values()))
+
+
+def unfuse(modules: Iterable[nn.Module]) -> None:
+    """Give traced parents their class back; siblings end with their layers."""
+    for module in modules:
+        if adopted_parent(module):
+            release_parent(module)
+
+
+def _fits(m: object, problems: dict[int, Matmul]) -> bool:
+    return type(m) is PhaseQuantizedLinear and id(m) in problems
+
+
+def _passes(report: Report, group: tuple[Matmul, ...]) -> bool:
+    result = checks.check(*group)
+    if result not in report.kernels:
+        report.kernels.append(result)
+    return result.ok
+
+
+def _chains(parent: nn.Module, kind: type, problems: dict[int, Matmul]) -> bool:
+    children = parent.children().values()
+    return (
+        len(children) > 1
+        and all(_fits(m, problems) for m in children)
+        and not any(isinstance(v, mx.array) for v in parent.values())
+        and is_pure(kind)
+    )

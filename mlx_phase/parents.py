@@ -1,0 +1,146 @@
+"""Modules that only chain drop-ins, such as an MLP: their call is traced once.
+
+A decode step is bound by the host, and most of that time builds the graph. Where a
+module's output is a function of x alone, one traced call replaces the Python of its
+layers and activations.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .ops import Route, counted
+from .plan import MAX_M
+
+# What may stand in a traced __call__: expressions and local names, nothing that
+# reads or changes state outside.
+_ALLOWED = (
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign,
+    ast.Expr, ast.Call, ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.operator,
+    ast.unaryop, ast.Constant, ast.Load, ast.Store, ast.Tuple, ast.Subscript,
+    ast.keyword, ast.Slice,
+)  # fmt: skip
+
+
+class Traces(dict):
+    """Traced calls by (shape, dtype) of x; a copy or pickle starts empty."""
+
+    def __reduce__(self):
+        return Traces, ()
+
+
+def is_pure(kind: type) -> bool:
+    """Whether ``kind.__call__(self, x)`` computes from x and its layers alone.
+
+    Read from the source: only calls, operators and local names, and no annotation
+    or default beyond x.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__call__)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return False
+    args = function.args
+    if len(args.args) != 2 or args.vararg or args.kwarg or args.kwonlyargs:
+        return False
+    own = args.args[0].arg
+    body = [n for statement in function.body for n in ast.walk(statement)]
+    stored = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
+    if any(isinstance(n, ast.Attribute | ast.Subscript) for n in stored):
+        return False
+    random = any(isinstance(n, ast.Attribute) and n.attr == "random" for n in body)
+    uses_self = any(isinstance(n, ast.Name) and n.id == own for n in body)
+    return uses_self and not random and all(isinstance(n, _ALLOWED) for n in body)
+
+
+class _Parent:
+    """Mixed into a parent's class by :func:`adopt_parent`."""
+
+    _traces: Traces
+    _stock: type
+
+    def __call__(self, x: mx.array) -> mx.array:
+        trace = self._traces.get((x.shape, x.dtype)) or self._trace(x)
+        if trace is None:  # many rows, or stock serves a layer
+            return self._stock.__call__(self, x)
+        call, routes = trace
+        for route in routes:
+            if route.launch is None:
+                # A kernel was switched off since: the layers know what to do.
+                self._traces.clear()
+                return self._stock.__call__(self, x)
+            route.calls += 1
+        return call(x)
+
+    def __setitem__(self, key: str, value) -> None:
+        # Another child or weight: what was proved of this module may not hold.
+        super().__setitem__(key, value)
+        if "_stock" in self.__dict__:
+            release_parent(self)
+
+    def _trace(self, x: mx.array) -> tuple[Callable, list[Route]] | None:
+        if x.size > MAX_M * x.shape[-1] or 0 in x.shape:
+            return None
+        # The first call binds the layers and shows who serves.
+        with counted() as routes:
+            self._stock.__call__(self, x)
+        if not routes or any(r.launch is None for r in routes):
+            return None
+        call = mx.compile(lambda x: self._stock.__call__(self, x))
+        # Tracing counts once more; from then on the routes are counted here.
+        with counted():
+            call(x)
+        trace = self._traces[x.shape, x.dtype] = call, routes
+        return trace
+
+    def __reduce_ex__(self, protocol):
+        # The class is made here and cannot be found by name.
+        return _restore, (self._stock, dict(self), _state(self))
+
+
+def _state(module: nn.Module) -> dict:
+    return {k: v for k, v in module.__dict__.items() if k not in ("_traces", "_stock")}
+
+
+def _restore(kind: type, items: dict, state: dict) -> nn.Module:
+    module = kind.__new__(kind)
+    dict.update(module, items)
+    module.__dict__.update(state)
+    return module
+
+
+_KINDS: dict[type, type] = {}
+
+
+def adopted_parent(module: nn.Module) -> bool:
+    """Whether calls of a module are traced now."""
+    return isinstance(module, _Parent)
+
+
+def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
+    """Trace calls of ``parent``, whose only layers are the drop-ins ``layers``."""
+    stock = type(parent)
+    if stock not in _KINDS:
+        _KINDS[stock] = type(stock.__name__, (_Parent, stock), {})
+    traces = Traces()
+    object.__setattr__(parent, "_traces", traces)
+    object.__setattr__(parent, "_stock", stock)
+    for layer in layers:
+        # New weights or training mode end the traces.
+        object.__setattr__(layer, "_owner", traces)
+    parent.__class__ = _KINDS[stock]
+
+
+def release_parent(parent: nn.Module) -> None:
+    """Give a parent its own class back."""
+    parent.__class__ = parent._stock
+    for name in ("_traces", "_stock"):
+        parent.__dict__.pop(name, None)
