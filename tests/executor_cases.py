@@ -216,3 +216,24 @@ def bfloat_rounding() -> Case:
     return Case(
         "bfloat_rounding", source, {"x": mx.array(x)}, [np.stack(rows)], [mx.bfloat16]
     )
+
+
+@case
+def address_spaces() -> Case:
+    """`constant` implies const; overloads may differ in nothing but their space."""
+    header = """
+    constant int TABLE[4] = {2, 3, 5, 7};
+    int value(constant int& n) { return n; }
+    template <typename U> U first(const device U* p) { return p[0]; }
+    template <typename U> U first(const threadgroup U* p) { return p[0]; }
+    """
+    source = """
+    uint i = thread_index_in_simdgroup;
+    threadgroup int shared[32];
+    shared[i] = 10 * x[i];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    y[i] = first(x + i) + first(&shared[i]) + value(n) * TABLE[i % 4];
+    """
+    expected = 11 * LANES + 100 * np.resize([2, 3, 5, 7], 32)
+    inputs = {"x": mx.array(LANES).astype(mx.int32), "n": 100}
+    return Case("address_spaces", source, inputs, [expected], [mx.int32], header=header)

@@ -169,6 +169,15 @@ def test_sdpa_vector_with_one_read_for_eight_heads():
     problem.check(two_pass(problem, FIRST_GQA))
 
 
+def row_reduction(kernel) -> str:
+    looped = "threads_per_threadgroup.x, " if "looped" in kernel else ""
+    return (
+        f"{kernel}<T, float, 4>(x, out, N, threadgroup_position_in_grid.x, "
+        f"thread_position_in_threadgroup.x, {looped}thread_index_in_simdgroup, "
+        "simdgroup_index_in_threadgroup);"
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("kernel", "width", "threads"),
@@ -185,12 +194,7 @@ def test_row_reductions(kernel, width, threads, dtype):
     function = kernel.partition("_")[0]
     mx.random.seed(width)
     x = (4 * mx.random.normal((3, width))).astype(kind)
-    looped = "threads_per_threadgroup.x, " if "looped" in kernel else ""
-    source = (
-        f"{kernel}<T, float, 4>(x, out, N, threadgroup_position_in_grid.x, "
-        f"thread_position_in_threadgroup.x, {looped}thread_index_in_simdgroup, "
-        "simdgroup_index_in_threadgroup);"
-    )
+    source = row_reduction(kernel)
     text = "#define SOFTMAX_N_READS 4\n" + mlx_headers.header(f"{function}.h")
     shape = x.shape if function == "softmax" else x.shape[:1]
     (out,) = run(

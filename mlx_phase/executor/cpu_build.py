@@ -30,11 +30,12 @@ ZIG_CACHES = ("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR")
 
 #: Metal's safe math: no contraction of a * b + c, half and bfloat rounded after every
 #: operation, `1.0` is a float. Metal code reinterprets pointers freely: no strict
-#: aliasing.
+#: aliasing. Large helpers are inlined, as Metal does, so that arrays passed by pointer
+#: stay in registers: 1.5 times as fast. always_inline would double the compile time.
 KERNEL_FLAGS = (
     "-x c++ -std=c++17 -fno-exceptions -fno-rtti -fno-threadsafe-statics "
     "-ffp-contract=off -fno-math-errno -fno-trapping-math "
-    "-fno-strict-aliasing -fwrapv "
+    "-fno-strict-aliasing -fwrapv -mllvm -inlinehint-threshold=2500 "
     "-Xclang -cl-single-precision-constant "
     "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none"
 ).split()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlx_phase.executor import text as rewrite
 from mlx_phase.executor.signature import TemplateArg
+from mlx_phase.executor.twins import drop_twins
 
 INCLUDE = Path(__file__).parent / "include"
 
@@ -106,7 +107,7 @@ class Kernel:
 def translate(metal: str) -> str:
     """Rewrite Metal text for NVRTC where macros cannot; line numbers stay."""
     code = rewrite.remove_metal_includes(rewrite.strip_comments(metal))
-    code = rewrite.remove_attributes(code)
+    code = rewrite.remove_attributes(drop_twins(code))
     code = re.sub(
         r'_Pragma\(\s*"clang loop unroll\((?:full|enable)\)"\s*\)', _UNROLL, code
     )

@@ -17,8 +17,7 @@ extern "C" __attribute__((used, visibility("hidden"), weak)) __bf16 __truncsfbf2
 }
 
 #define MSL_FN inline
-// As Metal inlines it: register arrays passed by pointer then stay in registers.
-#define METAL_FUNC inline __attribute__((always_inline))
+#define METAL_FUNC inline
 #define MSL_CPU 1
 #define MSL_ADDRESS(p) ((size_t)(p))
 #define METAL_VERSION 310

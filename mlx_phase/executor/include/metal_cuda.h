@@ -14,7 +14,7 @@
 #define METAL_FUNC __forceinline__
 #define MSL_ADDRESS(p) ((unsigned long)(p))  // lets a kernel check the alignment that a vector load needs
 #define device
-#define constant
+#define constant const
 #define thread
 #define threadgroup
 #define kernel

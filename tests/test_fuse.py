@@ -1,0 +1,315 @@
+"""Siblings that share a launch, and modules whose calls are traced."""
+
+import copy
+import importlib
+import pickle
+
+import cases
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tolerance
+from mlx_lm.models import llama
+
+import mlx_phase
+from mlx_phase import chip, ops
+from mlx_phase.launch import matmul
+from mlx_phase.parents import is_pure
+from mlx_phase.plan import plan_shared, supports_shared
+from mlx_phase.problem import Matmul
+from mlx_phase.siblings import MAX_UNUSED, shares_x
+
+ops_module = importlib.import_module("mlx_phase.ops")
+fuse_module = importlib.import_module("mlx_phase.fuse")
+NS = {2: (24, 5), 3: (33, 4, 9)}
+
+
+def model(dtype=mx.float32, **options) -> llama.Model:
+    """A llama of two blocks with 4-bit weights."""
+    mx.random.seed(0)
+    args = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2}
+    args |= {"intermediate_size": 192, "num_attention_heads": 4, "vocab_size": 96}
+    args |= {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    m = llama.Model(llama.ModelArgs.from_dict(args | options))
+    m.set_dtype(dtype)
+    nn.quantize(m, group_size=64, bits=4)
+    mx.eval(m.parameters())
+    return m
+
+
+TOKENS = mx.array([[3, 1, 4]])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("M", [1, 5])
+def test_one_launch_has_the_bits_of_single_launches(count, dtype, M):
+    K = 320
+    qs = [cases.random_weights(n, K, dtype=dtype, seed=n) for n in NS[count]]
+    members = tuple(Matmul(M, n, K, dtype) for n in NS[count])
+    x = cases.activations(M, K, dtype)
+    ys = matmul.prepare_shared(members)(x, *(a for q in qs for a in q.args))
+    for member, q, y in zip(members, qs, ys, strict=True):
+        tolerance.assert_bits(y, matmul.prepare(member)(x, *q.args))
+
+
+def test_only_what_fits_shares_a_launch():
+    a, b = Matmul(1, 64, 128), Matmul(1, 8, 128)
+    assert supports_shared((a, b)) is None
+    for bad, why in [
+        ((a,), "matrices"),
+        ((a, b, a, b), "matrices"),
+        ((a, Matmul(1, 8, 64)), "more than N"),
+        ((a, Matmul(1, 8, 128, bits=8)), "more than N"),
+        ((a, Matmul(1, 2, 128)), "too small"),
+        ((Matmul(1, 8, 64, bits=4, group_size=32, mode="mxfp4"),) * 2, "affine"),
+        ((Matmul(17, 64, 128),) * 2, "M = 17"),
+    ]:
+        assert why in supports_shared(bad)
+        with pytest.raises(ValueError, match=why):
+            plan_shared(bad, chip.lookup("h200"))
+    plans = [
+        plan_shared((Matmul(m, 64, 4096), Matmul(m, 8, 4096)), chip.lookup("h200"))
+        for m in range(1, 17)
+    ]
+    assert {(p.kernel, p.splits) for p in plans} == {("qmv_pair", 1)}
+    assert len({p.k_simdgroups for p in plans}) == 1
+
+
+def test_a_llama_shares_launches_and_gives_the_same():
+    m = model()
+    right = m(TOKENS)
+    report = mlx_phase.patch(m)
+    assert report.shared == {
+        "q_proj + k_proj + v_proj": 2,
+        "gate_proj + up_proj": 2,
+    }
+    assert "one launch for gate_proj + up_proj: 2 times" in str(report)
+    ops.reset_served()
+    out = m(TOKENS)
+    served = ops.served()
+    assert not served.stock
+    calls = {name.split()[0]: n for name, n in served.kernels.items()}
+    # o_proj, down_proj of two blocks, and the head.
+    assert calls == {"qmv_triple": 2, "qmv_pair": 2, "qmv": 5}
+    assert mx.abs(out - right).max().item() < 1e-4 * mx.abs(right).max().item()
+    mlx_phase.unpatch(m)
+    tolerance.assert_bits(m(TOKENS), right)
+
+
+def test_siblings_only_answer_for_the_same_array():
+    m = model()
+    mlx_phase.patch(m)
+    mlp = m.layers[0].mlp
+    x, other = cases.activations(1, 128), cases.activations(1, 128, seed=9)
+    alone = mlp.up_proj(other)
+    mlp.gate_proj(x)
+    tolerance.assert_bits(mlp.up_proj(other), alone)
+    # The same layer twice with the same x, and equal arrays that are not the same.
+    y = mlp.gate_proj(x)
+    tolerance.assert_bits(mlp.gate_proj(x), y)
+    tolerance.assert_bits(mlp.gate_proj(mx.array(x)), y)
+
+
+def test_siblings_that_are_called_apart_go_separate_ways():
+    m = model()
+    mlx_phase.patch(m)
+    mlp = m.layers[0].mlp
+    for i in range(MAX_UNUSED + 1):
+        mlp.gate_proj(cases.activations(1, 128, seed=i))
+    assert mlp.gate_proj._siblings is None and mlp.up_proj._siblings is None
+    assert m.layers[1].mlp.gate_proj._siblings is not None
+    ops.reset_served()
+    mlp.gate_proj(cases.activations(1, 128))
+    assert [n.split()[0] for n in ops.served().kernels] == ["qmv"]
+
+
+def test_new_weights_and_training_reach_siblings():
+    m = model()
+    mlx_phase.patch(m)
+    mlp, x = m.layers[0].mlp, cases.activations(1, 128)
+    before = mlp.gate_proj(x)
+    mlp.up_proj(x)
+    mlp.gate_proj.scales = 2 * mlp.gate_proj.scales
+    mlp.gate_proj.biases = 2 * mlp.gate_proj.biases
+    tolerance.assert_close(
+        mlp.gate_proj(mx.array(x)), 2 * before, 2 * before, "float32"
+    )
+    m.train()
+    ops.reset_served()
+    mlp.gate_proj(x)
+    assert not ops.served().kernels
+    m.eval()
+    ops.reset_served()
+    mlp.gate_proj(x)
+    assert [n.split()[0] for n in ops.served().kernels] == ["qmv_pair"]
+
+
+def test_copies_are_on_their_own():
+    m = model()
+    mlx_phase.patch(m)
+    right = m(TOKENS)
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert twin.layers[0].mlp.gate_proj._siblings is None
+        out = twin(TOKENS)
+        assert mx.abs(out - right).max().item() < 1e-4 * mx.abs(right).max().item()
+
+
+def test_a_failing_shared_kernel_leaves_single_launches(monkeypatch):
+    check = importlib.import_module("mlx_phase.check")
+    monkeypatch.setattr(check, "_RESULTS", {})
+
+    def broken(*args):
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(check, "prepare_shared", broken)
+    m = model()
+    report = mlx_phase.patch(m)
+    assert not report.shared and len(report.failed) == 2
+    assert "does not compile" in str(report)
+    ops.reset_served()
+    m(TOKENS)
+    assert {n.split()[0] for n in ops.served().kernels} == {"qmv"}
+
+
+class InPlace(nn.Module):
+    def __call__(self, x):
+        a = self.q_proj(x)
+        x += 1
+        return a + self.k_proj(x)
+
+
+class Twice(nn.Module):
+    def __call__(self, x):
+        return self.q_proj(x) + self.q_proj(x) + self.k_proj(x)
+
+
+class Other(nn.Module):
+    def __call__(self, x, y):
+        return self.q_proj(x) + self.k_proj(y)
+
+
+class Stored(nn.Module):
+    def __call__(self, x):
+        x[0] = 0
+        return self.q_proj(x) + self.k_proj(x)
+
+
+class Same(nn.Module):
+    def __call__(self, x):
+        x = x + 1
+        return self.q_proj(x) + self.k_proj(x)
+
+
+def test_who_shares_x_is_read_from_the_source():
+    names = ("q_proj", "k_proj")
+    for kind in (InPlace, Twice, Other, Stored):
+        assert not shares_x(kind, names), kind
+    assert shares_x(Same, names)
+    assert shares_x(llama.Attention, ("q_proj", "k_proj", "v_proj"))
+    assert shares_x(llama.MLP, ("gate_proj", "up_proj"))
+
+
+class Counts(nn.Module):
+    def __call__(self, x):
+        self.calls = 1
+        return self.a(x)
+
+
+class Branches(nn.Module):
+    def __call__(self, x):
+        if self.flag:
+            return self.a(x)
+        return self.b(x)
+
+
+class Random(nn.Module):
+    def __call__(self, x):
+        return self.a(x) * mx.random.uniform()
+
+
+class TwoInputs(nn.Module):
+    def __call__(self, x, cache=None):
+        return self.a(x)
+
+
+def test_purity_is_read_from_the_source():
+    for kind in (Counts, Branches, Random, TwoInputs, llama.Attention):
+        assert not is_pure(kind), kind
+    assert is_pure(llama.MLP)
+
+
+@pytest.fixture
+def traceable(monkeypatch):
+    """An executor that mx.compile can trace, as on a GPU; stock computes."""
+
+    def prepare(p, chosen=None):
+        return lambda x, w, s, b: mx.quantized_matmul(
+            x, w, s, b, True, p.group_size, p.bits
+        )
+
+    def prepare_shared(ps, chosen=None):
+        one = prepare(ps[0])
+        return lambda x, *a: [one(x, *a[3 * i : 3 * i + 3]) for i in range(len(ps))]
+
+    monkeypatch.setattr(ops_module, "_ROUTES", {})
+    monkeypatch.setattr(ops_module, "prepare", prepare)
+    monkeypatch.setattr(ops_module, "prepare_shared", prepare_shared)
+    for module in (ops_module, fuse_module):
+        monkeypatch.setattr(module, "executor_name", lambda: "apple")
+
+
+def test_traced_mlps_count_follow_weights_and_go_back(traceable):
+    m = model()
+    right = m(TOKENS)
+    report = mlx_phase.patch(m, check=False)
+    assert report.traced == {"MLP": 2} and report.to_dict()["traced"] == {"MLP": 2}
+    for _ in range(2):
+        ops.reset_served()
+        assert mx.abs(m(TOKENS) - right).max().item() < 1e-5
+        calls = {name.split()[0]: n for name, n in ops.served().kernels.items()}
+        assert calls == {"qmv_triple": 2, "qmv_pair": 2, "qmv": 5}
+    mlp = m.layers[0].mlp
+    assert isinstance(mlp, llama.MLP) and mlp._traces
+    # Prefill is not traced; its layers count themselves.
+    ops.reset_served()
+    m(mx.zeros((1, 20), mx.int32))
+    assert ops.served().stock and not ops.served().kernels
+    x = mx.ones((1, 1, 128))
+    y = mlp(x)
+    mlp.down_proj.scales = 2 * mlp.down_proj.scales
+    mlp.down_proj.biases = 2 * mlp.down_proj.biases
+    assert mx.allclose(mlp(x), 2 * y, rtol=1e-4).item()
+    twin = pickle.loads(pickle.dumps(mlp))
+    assert type(twin) is llama.MLP and mx.allclose(twin(x), 2 * y, rtol=1e-4).item()
+    mlp.up_proj = mlp.up_proj  # another child: the trace's ground is gone
+    assert type(mlp) is llama.MLP
+    mlx_phase.unpatch(m)
+    assert {type(block.mlp) for block in m.layers} == {llama.MLP}
+    with mlx_phase.patched(m, check=False):
+        assert type(m.layers[1].mlp) is not llama.MLP
+    assert type(m.layers[1].mlp) is llama.MLP
+
+
+def test_a_kernel_that_goes_off_ends_its_traces(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    right = m(TOKENS)
+    for name in list(ops.served().kernels):
+        ops.disable(name, "for this test")
+    ops.reset_served()
+    assert mx.abs(m(TOKENS) - right).max().item() < 1e-5
+    assert ops.served().stock and not ops.served().kernels
+
+
+def test_training_goes_round_the_traces(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    m(TOKENS)
+    m.train()
+    ops.reset_served()
+    m(TOKENS)
+    assert not ops.served().kernels
+    m.eval()
+    m(TOKENS)
+    assert ops.served().kernels
