@@ -1,7 +1,12 @@
-"""Problem and chip -> which kernel with which tile. Pure functions over tables."""
+"""Problem and chip -> which kernel with which tile. Pure functions over tables.
+
+``MLX_PHASE_PRINT_PLANS=1`` prints each plan on stderr when it is first made.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -72,7 +77,8 @@ def supports(problem: Matmul) -> str | None:
     elif p.mode not in FP_MODES:
         return f"mode {p.mode!r}: kernels have affine, {', '.join(FP_MODES)}"
     elif (p.bits, p.group_size) != FP_MODES[p.mode]:
-        return f"{p.mode} is {FP_MODES[p.mode]} (bits, group), not {(p.bits, p.group_size)}"
+        has = (p.bits, p.group_size)
+        return f"{p.mode} is {FP_MODES[p.mode]} (bits, group), not {has}"
     if p.K % p.group_size:
         return f"K = {p.K} is not a multiple of group_size = {p.group_size}"
     return None
@@ -104,6 +110,26 @@ def split_k(problem: Matmul, chip: Chip) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def plan(problem: Matmul, chip: Chip) -> Plan:
     """The plan for ``problem`` on ``chip``; ValueError if :func:`supports` says no."""
+    return _told(_plan(problem, chip), chip, problem)
+
+
+def _told(p: Plan, chip: Chip, *problems: Matmul) -> Plan:
+    # The callers are cached, so a plan is printed once.
+    if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
+        first, N = problems[0], "+".join(str(m.N) for m in problems)
+        form = f"{first.mode} {first.bits}-bit g{first.group_size}"
+        form = "plain" if first.mode == "none" else form
+        print(
+            f"mlx_phase plan on {chip.name}: M={first.M} N={N} K={first.K} {form} "
+            f"{first.x_dtype} -> {p.kernel} rows={p.rows} "
+            f"simdgroups={p.simdgroups} k_simdgroups={p.k_simdgroups} "
+            f"splits={p.splits}: {p.reason}",
+            file=sys.stderr,
+        )
+    return p
+
+
+def _plan(problem: Matmul, chip: Chip) -> Plan:
     why = supports(problem)
     if why is not None:
         raise ValueError(f"no kernel for {problem}: {why}")
@@ -138,6 +164,7 @@ def supports_shared(members: tuple[Matmul, ...]) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)
 def plan_shared(members: tuple[Matmul, ...], chip: Chip) -> Plan:
     """The plan of one launch for several matrices with the same x.
 
@@ -146,6 +173,7 @@ def plan_shared(members: tuple[Matmul, ...], chip: Chip) -> Plan:
     """
     if (why := supports_shared(members)) is not None:
         raise ValueError(f"no shared launch: {why}")
-    whole = plan(replace(members[0], N=sum(m.N for m in members)), chip)
+    whole = _plan(replace(members[0], N=sum(m.N for m in members)), chip)
     reason = f"{len(members)} matrices read the same x; {whole.reason}"
-    return replace(whole, kernel=_SHARED[len(members)], splits=1, reason=reason)
+    shared = replace(whole, kernel=_SHARED[len(members)], splits=1, reason=reason)
+    return _told(shared, chip, *members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 # Ordered, never globbed: a file may use only what stands before it. Same table
@@ -55,7 +55,7 @@ def compact(text: str) -> str:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(kernel: str) -> KernelText:
     """The text of ``kernel``, a key of :data:`KERNELS`.
 
@@ -67,7 +67,7 @@ def load(kernel: str) -> KernelText:
     for file in KERNELS[kernel]:
         parts = _MARK.split((metal_dir() / file).read_text())
         header.append(parts[0])
-        for name, inputs, outputs, body in zip(*[iter(parts[1:])] * 4):
+        for name, inputs, outputs, body in zip(*[iter(parts[1:])] * 4, strict=True):
             if name == kernel:
                 found = body, inputs, outputs
     if found is None:

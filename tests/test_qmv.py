@@ -1,4 +1,4 @@
-"""Decode kernels against the float32 oracle. They are launched directly: no fallback."""
+"""Decode kernels against the float32 oracle, launched directly: no fallback."""
 
 import cases
 import mlx.core as mx
