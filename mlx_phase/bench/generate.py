@@ -98,6 +98,8 @@ def _mean_kv_bytes(cache: list[Any], tokens: int) -> int:
         if hasattr(entry, "caches"):  # a layer with several
             total += _mean_kv_bytes(list(entry.caches), tokens)
             continue
+        if getattr(entry, "keys", entry) is None:
+            continue  # nothing in it: mlx-lm 0.31 has no state of that
         # Buffers [..., allocated, head_dim] are read up to the offset; a state without
         # one (recurrent layers) is read whole.
         offset = getattr(entry, "offset", None)
