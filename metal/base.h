@@ -10,7 +10,7 @@
 #endif
 
 // Full unrolling: a register array indexed at run time spills.
-#define UNROLL _Pragma("unroll")
+#define UNROLL _Pragma("clang loop unroll(full)")
 
 // Eight values of x or of a plain weight row. WIDE: p is 16-byte aligned.
 METAL_FUNC void spread(thread float* v, const float4 a, const float4 b) {

@@ -28,3 +28,26 @@ class Matmul:
     group_size: int = 64
     mode: str = "affine"
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of the last ``q_len`` of ``k_len`` positions, one layer.
+
+    Query i sees the positions up to its own, at most ``window`` of them (None: all).
+    ``kv_bits`` of 16 or more is a plain cache of ``dtype``; below that, an affine
+    cache with a scale and a bias for each ``kv_group`` elements. ``batch`` counts
+    requests of this length, each with a cache of its own.
+    """
+
+    q_len: int
+    k_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    kv_bits: int = 16
+    kv_group: int = 64
+    window: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
@@ -22,7 +22,7 @@ def device_chip() -> Chip:
     return detect(None if executor_name() == "cpu" else mx.device_info(mx.gpu))
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(name: str):
     """The callable of ``metal_kernel`` for one entry of ``source.KERNELS``."""
     text = load(name)
@@ -138,7 +138,7 @@ def quantized_matvec(
 
 
 def matvec(x: mx.array, w: mx.array) -> mx.array:
-    """``x @ w.T`` by the plain-weight decode kernel; x [..., K], w [N, K], same dtype."""
+    """``x @ w.T`` for plain weights by the decode kernel; x [..., K], w [N, K]."""
     K = x.shape[-1]
     problem = Matmul(
         x.size // K, w.shape[0], K, str(x.dtype).split(".")[-1], mode="none"
