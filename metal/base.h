@@ -1,12 +1,14 @@
 // Shared by every kernel: vector loads that know their alignment, and the end of a dot product.
 
 // Addresses are visible on the CUDA and CPU executors, where a misaligned vector load traps.
-// Metal has no portable way to look, so there the wide path is taken and the check at patch
-// time, which includes a misaligned x, decides whether the kernel may serve.
+// Metal has no portable way to look: there the wide path is taken, unless the check at patch
+// time saw it fail with a misaligned x and asked for text with narrow loads.
+#ifndef ALIGNED
 #ifdef MSL_ADDRESS
 #define ALIGNED(p, n) ((MSL_ADDRESS(p) & (n - 1)) == 0)
 #else
 #define ALIGNED(p, n) true
+#endif
 #endif
 
 // Full unrolling: a register array indexed at run time spills.

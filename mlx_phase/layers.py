@@ -4,6 +4,8 @@
 the very same arrays, `isinstance` holds, and nothing is added to `parameters()`.
 """
 
+from weakref import WeakValueDictionary
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import (
@@ -17,6 +19,8 @@ from .siblings import Siblings
 TRAINING = "layer in training mode: the kernels have no gradient"
 # Shapes a layer remembers; decode uses a handful, so more means odd use.
 MAX_CACHED = 64
+# Layers that may hold routes, by id: copies of layers are among them.
+_BOUND: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 class Routes(dict):
@@ -43,6 +47,7 @@ class _Phase:
         few = x.size <= MAX_M * x.shape[-1] and len(self._routes) < MAX_CACHED
         if few:
             self._routes[x.shape, x.dtype] = bound
+            _BOUND[id(self)] = self
         return bound
 
     def _weights(self) -> list[mx.array]:
@@ -178,6 +183,14 @@ def adopt(layer: nn.Module) -> None:
     except TypeError:
         object.__delattr__(layer, "_routes")
         raise
+    _BOUND[id(layer)] = layer
+
+
+def forget_routes() -> None:
+    """Have every drop-in of the process ask for its routes again: plans changed."""
+    for layer in list(_BOUND.values()):
+        if adopted(layer):
+            layer._forget()
 
 
 def release(layer: nn.Module) -> None:

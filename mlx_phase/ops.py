@@ -18,6 +18,7 @@ from .problem import Matmul
 PREFILL = f"M > {MAX_M}: no prefill kernel yet"
 Problems = tuple[Matmul, ...]
 Probe = Callable[[Problems, Plan, str], "str | None"]
+Decide = Callable[[Problems], "Plan | str | None"]
 
 
 class Route:
@@ -41,6 +42,8 @@ _ROUTES: dict[Problems, Route] = {}
 _STOCK: dict[str, Route] = {}
 _OFF: dict[str, str] = {}
 _probe: list[Probe] = []
+# What `use_plans` got, with its token; empty: the table of plan.py alone.
+_stored: list[tuple[Decide, object]] = []
 
 
 def served() -> Served:
@@ -101,7 +104,43 @@ def enable_all() -> None:
     _OFF.clear()
     for problems, route in _ROUTES.items():
         if route.launch is None:
-            route.launch, route.reason = _prepare(problems), None
+            chosen = choose(problems)
+            if isinstance(chosen, Plan):
+                route.launch, route.reason = _prepare(problems, chosen), None
+
+
+def use_plans(decide: Decide | None, token: object = None) -> bool:
+    """Ask `decide` before the table for each plan (None: the table alone).
+
+    It gives a Plan, a sentence why stock serves, or None where the table decides.
+    Equal tokens are equal plans. True if the plans changed: routes and their counts
+    start anew, and drop-in layers have to forget theirs.
+    """
+    if [token] * (decide is not None) == [t for _, t in _stored]:
+        return False
+    _stored[:] = [] if decide is None else [(decide, token)]
+    _ROUTES.clear()
+    return True
+
+
+def choose(problems: Problems) -> Plan | str:
+    """The plan of a launch, stored or from the table; a sentence if stock serves.
+
+    ValueError if no kernel supports the problems.
+    """
+    if _stored and (found := _stored[0][0](problems)) is not None:
+        return found
+    chip = device_chip()
+    if len(problems) > 1:
+        return plan_shared(problems, chip)
+    return plan(problems[0], chip)
+
+
+def prepare_again() -> None:
+    """Prepare every kernel anew: the launcher's text has changed."""
+    for problems, route in _ROUTES.items():
+        if route.launch is not None:
+            route.launch = _prepare(problems)
 
 
 def set_probe(probe: Probe | None) -> None:
@@ -121,7 +160,7 @@ def empty_route(shape: tuple[int, ...], dtype: mx.Dtype) -> Route:
     return Route("empty", lambda *_: mx.zeros(shape, dtype), None)
 
 
-def _prepare(problems: Problems, chosen: Plan | None = None) -> Callable:
+def _prepare(problems: Problems, chosen: Plan) -> Callable:
     if len(problems) > 1:
         return prepare_shared(problems, chosen)
     return prepare(problems[0], chosen)
@@ -137,9 +176,9 @@ def kernel_route(*problems: Matmul) -> Route:
     shared = len(problems) > 1
     if reason := supports_shared(problems) if shared else supports(problems[0]):
         return stock_route(reason)
-    chosen = (plan_shared if shared else plan)(
-        problems if shared else problems[0], device_chip()
-    )
+    chosen = choose(problems)
+    if isinstance(chosen, str):
+        return stock_route(chosen)
     name = variant(problems[0], chosen)
     if name not in _OFF and _probe and (error := _probe[0](problems, chosen, name)):
         _OFF[name] = error
@@ -160,8 +199,8 @@ class Bound:
         self.route = route
         launch = route.launch
         if launch is None or route.name == "empty" or executor_name() == "cpu":
-            # The CPU executor cannot be traced.
-            self.call = lambda x: launch(x, *weights)
+            # The CPU executor cannot be traced. A kernel may be switched on later.
+            self.call = lambda x: route.launch(x, *weights)
         else:
             # Traced once: a call then builds no arguments (host time decides decode).
             mx.eval(weights)

@@ -130,7 +130,7 @@ def model_shapes(config: Mapping[str, Any]) -> ModelShapes:
     sparse: list[int] = []
     if kind.experts:
         experts, active = whole(c, kind.experts), whole(c, kind.active)
-        sparse = _sparse_layers(c, layers)
+        sparse = _sparse_layers(c, kind, layers)
         found += _experts(c, kind, hidden, sparse, experts, active, of)
     dense = [i for i in range(layers) if i not in set(sparse)]
     if dense:
@@ -183,8 +183,10 @@ def _mlp(kind, hidden, inner, label, path, layers, of, experts=0, active=0):
     return found
 
 
-def _sparse_layers(c: Mapping[str, Any], layers: int) -> list[int]:
-    """Layers with experts; qwen's MoE configs may keep some dense."""
+def _sparse_layers(c: Mapping[str, Any], kind: Kind, layers: int) -> list[int]:
+    """Layers with experts."""
+    if not kind.some_dense:
+        return list(range(layers))
     step = whole(c, "decoder_sparse_step", default=1)
     plain = c.get("mlp_only_layers") or []
     return [i for i in range(layers) if i not in plain and (i + 1) % step == 0]
@@ -200,8 +202,8 @@ def _experts(c, kind: Kind, hidden, layers, experts, active, of) -> list[Weight]
     found = _grouped("router", experts, hidden, f"{block}.{kind.router}", layers, of)
     path = f"{block}.{kind.expert_path}"
     found += _mlp(kind, hidden, inner, "expert ", path, layers, of, experts, active)
-    shared = whole(c, "shared_expert_intermediate_size", default=0)
-    if shared:
+    if kind.shared:
+        shared = whole(c, "shared_expert_intermediate_size")
         where = f"{block}.shared_expert"
         found += _mlp(kind, hidden, shared, "", where, layers, of)
         found += _grouped("shared_gate", 1, hidden, f"{where}_gate", layers, of)

@@ -34,7 +34,8 @@ class Kind:
     the number of experts and of those that a token uses; ``block``, ``router`` and
     ``expert_path`` are mlx-lm's module names, which per-layer quantisation uses.
     ``slides``: mlx-lm applies the sliding window; ``pattern``: each so-many-th layer
-    is a full one where layer_types does not say.
+    is a full one where layer_types does not say. ``shared``: an expert that every
+    token uses; ``some_dense``: layers may keep a dense MLP.
     """
 
     mlp: str = "gated"
@@ -52,6 +53,8 @@ class Kind:
     block: str = "mlp"
     router: str = "gate"
     expert_path: str = "switch_mlp"
+    shared: bool = False
+    some_dense: bool = False
 
 
 _LLAMA, _SLIDING = Kind(), Kind(slides=True)
@@ -84,8 +87,8 @@ KINDS: dict[str, Kind] = {
     "mixtral": Kind(
         experts="num_local_experts", block="block_sparse_moe", untied_by_default=True
     ),
-    "qwen2_moe": Kind(experts="num_experts", tied=False),
-    "qwen3_moe": Kind(experts="num_experts"),
+    "qwen2_moe": Kind(experts="num_experts", tied=False, shared=True),
+    "qwen3_moe": Kind(experts="num_experts", some_dense=True),
     "olmoe": Kind(experts="num_experts"),
     "granitemoe": Kind(
         experts="num_local_experts", block="block_sparse_moe", router="router.layer"
@@ -118,8 +121,8 @@ def read(config: Mapping[str, Any]) -> tuple[dict[str, Any], Kind, list[str]]:
         guess = f" Did you mean {' or '.join(near)}?" if near and not foreign else ""
         found = f" (it has {foreign[0]})" if foreign else ""
         raise ModelError(
-            f"model_type {name!r}{found} has a structure that is not described yet.{guess} "
-            f"Known: {', '.join(KINDS)}"
+            f"model_type {name!r}{found} has a structure that is not described yet."
+            f"{guess} Known: {', '.join(KINDS)}"
         )
     kind = KINDS[name]
     c = {**kind.defaults, **c, "model_type": name}

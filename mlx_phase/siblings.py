@@ -59,7 +59,11 @@ class Siblings:
             if self._give_up():
                 return None
         bound = self.bound.get((x.shape, x.dtype)) or self._bind(x)
-        if bound is None or bound.route.launch is None:
+        if bound is None:
+            return None
+        if bound.route.launch is None:
+            # For every M: alone, K is split otherwise, and rows have to stay exact.
+            self._separate()
             return None
         bound.route.calls += 1
         ys = dict(enumerate(bound.call(x)))
@@ -72,10 +76,14 @@ class Siblings:
         self.unused += 1
         if self.unused < MAX_UNUSED:
             return False
+        self._separate()
+        return True
+
+    def _separate(self) -> None:
+        self.waiting = None
         for m in self.members:
             object.__setattr__(m, "_siblings", None)
             object.__setattr__(m, "_joined", None)
-        return True
 
     def _bind(self, x: mx.array) -> Bound | None:
         if x.size > MAX_M * x.shape[-1] or 0 in x.shape:

@@ -56,13 +56,13 @@ def compact(text: str) -> str:
 
 
 @cache
-def load(kernel: str) -> KernelText:
-    """The text of ``kernel``, a key of :data:`KERNELS`.
+def load(kernel: str, narrow: bool = False) -> KernelText:
+    """The text of ``kernel``, a key of :data:`KERNELS`; narrow: no vector loads.
 
     In a ``.metal`` file everything above the first ``//! kernel`` line is helper code;
     each such line starts the body of the kernel it names, with its inputs and outputs.
     """
-    header: list[str] = []
+    header = ["#define ALIGNED(p, n) false\n"] if narrow else []
     found = None
     for file in KERNELS[kernel]:
         parts = _MARK.split((metal_dir() / file).read_text())

@@ -57,9 +57,12 @@ def row_name(row: tuple[tuple[Matmul, ...], Plan]) -> str:
     return f"{chosen.kernel}-{form}-{p.x_dtype}-{tile}"
 
 
-def arguments(problems: tuple[Matmul, ...], p: Plan) -> tuple:
-    """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    first, text = problems[0], source.load(p.kernel)
+def arguments(problems: tuple[Matmul, ...], p: Plan, narrow: bool = False) -> tuple:
+    """(name, inputs, outputs, body, header, template) as the launcher passes them.
+
+    narrow: the text without vector loads.
+    """
+    first, text = problems[0], source.load(p.kernel, narrow)
     metal = METAL_TYPES[first.x_dtype]
     scales = metal if first.mode == "affine" else "uint8_t"
     # w0, s0, b0 belong to the first of several matrices.

@@ -10,8 +10,9 @@ import pytest
 import ref
 
 import mlx_phase
-from mlx_phase import check, ops
+from mlx_phase import check, ops, source
 from mlx_phase.executor import ExecutorError
+from mlx_phase.launch import matmul as launch
 from mlx_phase.launch.matmul import device_chip, prepare
 from mlx_phase.plan import plan
 from mlx_phase.problem import Matmul
@@ -157,3 +158,42 @@ def test_canary_in_every_dtype(dtype):
     # Same tile for both N: one check each.
     names = {plan(replace(PROBLEM, M=m), device_chip()) for m in (1, 2)}
     assert len(results) >= len(names)
+
+
+def test_vector_loads_go_off_where_a_misaligned_x_gives_other_bits(monkeypatch):
+    """A device that drops the low address bits of a vector load, as Metal may."""
+    problem = Matmul(1, 8, 128, "float16")
+    chosen = plan(problem, device_chip())
+    real, calls = check._evaluate, []
+
+    def evaluate(problems, chosen, x, arrays):
+        outs = real(problems, chosen, x, arrays)
+        calls.append(launch._narrow)
+        # Every second call has the misaligned x.
+        if len(calls) % 2 == 0 and not launch._narrow:
+            outs = [out + 1 for out in outs]
+        return outs
+
+    monkeypatch.setattr(check, "_evaluate", evaluate)
+    check.forget()
+    try:
+        assert check.check(problem, chosen=chosen).ok
+        assert calls == [False, False, True, True]
+        assert "define ALIGNED(p, n) false" in source.load("qmv", True).header
+        x, *weights = check.canary(problem)[0]
+        narrow = launch.prepare(problem, chosen)(x, *weights)
+    finally:
+        launch.narrow_loads(False)
+        check.forget()
+    wide = launch.prepare(problem, chosen)(x, *weights)
+    assert mx.array_equal(narrow, wide).item()
+    # Nothing helps: the kernel is off.
+    monkeypatch.setattr(
+        check, "_evaluate", lambda p, c, x, a: [np.random.rand(1, 8) for _ in p]
+    )
+    try:
+        result = check.check(problem, chosen=chosen)
+        assert not result.ok and "wrong result" in result.error
+    finally:
+        launch.narrow_loads(False)
+        check.forget()

@@ -205,3 +205,17 @@ def test_who_shares_x_is_read_from_the_source():
     assert shares_x(Same, names)
     assert shares_x(llama.Attention, ("q_proj", "k_proj", "v_proj"))
     assert shares_x(llama.MLP, ("gate_proj", "up_proj"))
+
+
+def test_a_shared_kernel_that_fails_for_one_M_ends_sharing_for_all(monkeypatch):
+    m = model()
+    mlx_phase.patch(m)
+    mlp, x = m.layers[0].mlp, cases.activations(1, 128)
+    mlp.gate_proj(x)
+    two = mx.concatenate([x, x])
+    mlp.gate_proj(two)
+    name = next(n for n in ops.served().kernels if "qmv_pair" in n and "M=2" in n)
+    ops.disable(name, "for this test")
+    rows = mlp.gate_proj(mx.array(two))
+    assert mlp.gate_proj._siblings is None and mlp.up_proj._siblings is None
+    tolerance.assert_bits(rows[:1], mlp.gate_proj(x))

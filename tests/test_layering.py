@@ -15,9 +15,9 @@ PACKAGE = ROOT / "mlx_phase"
 # From left to right. Modules of one row do not import each other.
 FLOW = (
     {"chip", "problem", "model_error", "arguments"},
-    {"roofline"},
-    {"plan"},
-    {"source"},
+    {"roofline", "shapes_config"},
+    {"plan", "shapes"},
+    {"source", "step"},
     {"executor"},
     {"launch"},
     {"ops"},
@@ -37,7 +37,7 @@ RANK = {module: rank for rank, row in enumerate(FLOW) for module in row}
 # Takes anyone's kernel, so it knows nothing of ours.
 STANDALONE = {"executor"}
 # Pure Python: they plan for any chip on a machine without MLX.
-WITHOUT_MLX = {"chip", "problem", "roofline", "plan"}
+WITHOUT_MLX = {"chip", "problem", "roofline", "plan", "shapes", "shapes_config", "step"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets"}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}

@@ -17,6 +17,13 @@ def test_kernel_is_strict(row):
     strict.assert_clean(*arguments(*row), exact_rows=True)
 
 
+@pytest.mark.parametrize(
+    "row", {p.kernel: (m, p) for m, p in ROWS}.values(), ids=row_name
+)
+def test_text_without_vector_loads_is_strict(row):
+    strict.assert_clean(*arguments(*row, narrow=True), exact_rows=True)
+
+
 def test_rows_reach_every_kernel_and_choice():
     plans = [p for _, p in ROWS]
     assert {p.kernel for p in plans} | {"qmv_reduce"} == set(source.KERNELS)

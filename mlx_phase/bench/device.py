@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +13,7 @@ import mlx.core as mx
 from .. import __version__
 from ..chip import CPU, Chip, detect
 from ..executor import executor_name
+from ..machine import apple_gpu_cores, os_name
 
 EMULATION = (
     "CPU executor: these are times of an emulation of the kernels on this processor. "
@@ -74,37 +73,6 @@ def environment() -> Environment:
             "mlx_phase": __version__,
         },
     )
-
-
-def os_name() -> str:
-    """Operating system with the build, since kernels change with it."""
-    if platform.system() == "Darwin":
-        build = _output(["sw_vers", "-buildVersion"])
-        return f"macOS {platform.mac_ver()[0]} ({build or 'build unknown'})"
-    if platform.system() == "Linux":
-        try:
-            name = platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
-        except OSError:
-            name = "Linux"
-        return f"{name}, kernel {platform.release()}"
-    return platform.platform()
-
-
-def apple_gpu_cores() -> int | None:
-    """GPU cores from the I/O registry: MLX does not report them. None off macOS."""
-    if platform.system() != "Darwin":
-        return None
-    text = _output(["ioreg", "-rc", "AGXAccelerator", "-d", "1"]) or ""
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', text)
-    return int(found.group(1)) if found else None
-
-
-def _output(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str:

@@ -25,7 +25,7 @@ def device_chip() -> Chip:
 @cache
 def kernel(name: str):
     """The callable of ``metal_kernel`` for one entry of ``source.KERNELS``."""
-    text = load(name)
+    text = load(name, _narrow)
     return metal_kernel(
         name=text.name,
         input_names=list(text.input_names),
@@ -33,6 +33,18 @@ def kernel(name: str):
         header=text.header,
         source=text.body,
     )
+
+
+_narrow = False
+
+
+def narrow_loads(on: bool) -> bool:
+    """Have kernels prepared from now on avoid vector loads; returns the old setting."""
+    global _narrow
+    before, _narrow = _narrow, on
+    kernel.cache_clear()
+    prepare_cached.cache_clear()
+    return before
 
 
 def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
