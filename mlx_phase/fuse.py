@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import check as checks
+from . import ops
 from .executor import executor_name
 from .layers import PhaseQuantizedLinear, join
 from .parents import adopt_parent, adopted_parent, is_pure, release_parent
@@ -35,7 +37,7 @@ def fuse(
             if supports_shared(group) or not shares_x(kind, names):
                 continue
             if group not in verdicts:
-                verdicts[group] = not check or _passes(report, group)
+                verdicts[group] = _passes(report, group, check)
             if verdicts[group]:
                 join(members)
                 report.shared[" + ".join(names)] += 1
@@ -57,8 +59,23 @@ def _fits(m: object, problems: dict[int, Matmul]) -> bool:
     return type(m) is PhaseQuantizedLinear and id(m) in problems
 
 
-def _passes(report: Report, group: tuple[Matmul, ...]) -> bool:
-    result = checks.check(*group)
+def launches(
+    modules: list[nn.Module], problems: dict[int, Matmul]
+) -> Counter[tuple[Matmul, ...]]:
+    """The launches of one decode step with M = 1: matrices of each -> how often."""
+    joined = {id(m._joined): m._joined for m in modules if getattr(m, "_joined", None)}
+    found = Counter(siblings.problems(1) for siblings in joined.values())
+    alone = [m for m in modules if id(m) in problems and m._joined is None]
+    # A module that two parents share is one layer.
+    found.update((problems[i],) for i in {id(m) for m in alone})
+    return found
+
+
+def _passes(report: Report, group: tuple[Matmul, ...], check: bool) -> bool:
+    chosen = ops.choose(group)
+    if isinstance(chosen, str) or not check:
+        return not isinstance(chosen, str)
+    result = checks.check(*group, chosen=chosen)
     if result not in report.kernels:
         report.kernels.append(result)
     return result.ok

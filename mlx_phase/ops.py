@@ -104,9 +104,7 @@ def enable_all() -> None:
     _OFF.clear()
     for problems, route in _ROUTES.items():
         if route.launch is None:
-            chosen = choose(problems)
-            if isinstance(chosen, Plan):
-                route.launch, route.reason = _prepare(problems, chosen), None
+            route.launch, route.reason = _prepare(problems, choose(problems)), None
 
 
 def use_plans(decide: Decide | None, token: object = None) -> bool:
@@ -140,7 +138,7 @@ def prepare_again() -> None:
     """Prepare every kernel anew: the launcher's text has changed."""
     for problems, route in _ROUTES.items():
         if route.launch is not None:
-            route.launch = _prepare(problems)
+            route.launch = _prepare(problems, choose(problems))
 
 
 def set_probe(probe: Probe | None) -> None:

@@ -11,6 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -93,6 +94,8 @@ class _Parent:
         with counted() as routes:
             self._stock.__call__(self, x)
         if not routes or any(r.launch is None for r in routes):
+            # Remembered, since counting is slow: from now on the layers decide.
+            self._traces[x.shape, x.dtype] = partial(self._stock.__call__, self), []
             return None
         call = mx.compile(lambda x: self._stock.__call__(self, x))
         # Tracing counts once more; from then on the routes are counted here.

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import check as checks
-from . import ops
+from . import ops, tune_store
 from .arguments import DTYPES, check_quantized, defaults
 from .executor import executor_name
-from .fuse import fuse, unfuse
+from .fuse import fuse, launches, unfuse
 from .launch.matmul import device_chip
 from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, release
 from .patch_report import Layer, Report, Unpatched
@@ -141,9 +141,11 @@ def patch(
 
     linear: True replaces quantised layers and tied quantised heads, "all" plain
     nn.Linear and tied nn.Embedding heads too. attention: stock until a kernel exists.
-    exact: all decode kernels give a row the same bits for every M <= 16. check: run
+    exact: all decode kernels give a row the same bits for every M <= 16, so a stored
+    plan moves a shape to stock for all M or for none. check: run
     each kernel once against a reference before it may serve (M = 1 and 2 now, other
-    M on first use; "all": every M now). tune: "cached" or "off".
+    M on first use; "all": every M now). tune: "cached" takes the plan that
+    `python -m mlx_phase.tune` stored for this device, for all of the process; "off".
     The kernels have no gradient: after model.train() stock serves until model.eval().
 
     Idempotent. Raises TypeError if model is no mlx.nn.Module and ValueError for an
@@ -153,8 +155,9 @@ def patch(
     modules = _named(model)
     report = Report(type(model).__name__, executor_name(), device_chip().name)
     report.exact, report.checked = exact, bool(check)
-    if tune == "off":
-        report.tune = "off"
+    stored = tune_store.activate(tune, exact)
+    report.tune = stored.status
+    report.notes += tune_store.notes(stored, exact)
     if not attention:
         report.attention = "stock (attention=False)"
     wanted = {**(QUANTIZED if linear else {}), **(PLAIN if linear == "all" else {})}
@@ -189,6 +192,7 @@ def patch(
     _swap(chosen)
     problems = {id(m): p for _, m, p in todo if adopted(m)}
     fuse(report, [m for _, m in modules], problems, bool(check))
+    report.launches = launches([m for _, m in modules], problems)
     return report
 
 
@@ -197,7 +201,11 @@ def _check(report: Report, problems: set[Matmul], rows) -> dict[Matmul, str]:
     bad = {}
     for problem in sorted(problems, key=repr):
         for m in rows:
-            result = checks.check(replace(problem, M=m))
+            at = replace(problem, M=m)
+            chosen = ops.choose((at,))
+            if isinstance(chosen, str):
+                continue  # a stored plan says stock
+            result = checks.check(at, chosen=chosen)
             if result not in report.kernels:
                 report.kernels.append(result)
             if m == 1 and not result.ok:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .check import Checked
+from .problem import Matmul
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Report:
     shared: Counter[str] = field(default_factory=Counter)
     # Classes whose calls are traced -> how many modules.
     traced: Counter[str] = field(default_factory=Counter)
+    # Problems of one launch with M = 1 -> how often in a decode step.
+    launches: Counter[tuple[Matmul, ...]] = field(default_factory=Counter)
 
     @property
     def n_replaced(self) -> int:
@@ -74,6 +77,10 @@ class Report:
         return own | {
             "shared": dict(self.shared),
             "traced": dict(self.traced),
+            "launches": [
+                {"problems": [asdict(p) for p in problems], "count": n}
+                for problems, n in self.launches.items()
+            ],
             "n_replaced": self.n_replaced,
             "n_left": self.n_left,
             "by_kind": self.by_kind,

@@ -50,8 +50,8 @@ class Plan:
 # (philipturner/metal-benchmarks), unmeasured here. CPU: lanes run one after another.
 _FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("", 1, 24))
 
-# M up to -> rows. At most ~24 accumulators a lane (msl.md). H200, M = 4: 4096 -> 14336
-# takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
+# M up to -> rows. At most ~24 accumulators a lane, or they spill. H200, M = 4:
+# 4096 -> 14336 takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
 _ROWS = ((4, 4), (8, 2), (16, 1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .chip import Chip
-from .problem import DTYPE_BYTES, Matmul
+from .problem import DTYPE_BYTES, Attention, Matmul
 
 # Bytes of side data for one group: affine has a scale and a bias in the dtype of x,
 # the floating-point modes have one 8-bit scale and no bias.
@@ -35,6 +35,53 @@ def matmul_flops(problem: Matmul) -> int:
     return 2 * problem.M * problem.N * problem.K * problem.batch
 
 
+def attended(problem: Attention) -> int:
+    """Query-key pairs of one head and request that the causal mask and window keep."""
+    p = problem
+    first = p.k_len - p.q_len + 1
+    if p.window is None or p.window >= p.k_len:
+        return p.q_len * (first + p.k_len) // 2
+    growing = max(0, min(p.q_len, p.window - first + 1))
+    return growing * (2 * first + growing - 1) // 2 + (p.q_len - growing) * p.window
+
+
+def attention_flops(problem: Attention) -> int:
+    """Operations of q k^T and of the product with v (softmax not counted).
+
+    For a whole prompt of N: 2 d N^2 with d = q_heads * head_dim, as in the seed text
+    "Profile Prefill vs Decode" (causal: half the matrix), plus the diagonal.
+    """
+    p = problem
+    heads = p.batch * p.q_heads
+    return 2 * heads * (p.head_dim + p.v_head_dim) * attended(p)
+
+
+def kv_row_bytes(problem: Attention) -> int:
+    """Bytes of the keys and values of one position of one request and layer."""
+    p = problem
+    elements = p.kv_heads * (p.head_dim + p.v_head_dim)
+    if p.kv_bits >= 16:
+        return elements * DTYPE_BYTES[p.dtype]
+    groups = elements // p.kv_group
+    return elements * p.kv_bits // 8 + groups * 2 * DTYPE_BYTES[p.dtype]
+
+
+def kv_bytes(problem: Attention) -> int:
+    """Bytes of the cache that the queries of one layer read, each element once."""
+    p = problem
+    positions = p.k_len
+    if p.window is not None:
+        positions = min(p.k_len, p.window + p.q_len - 1)
+    return p.batch * positions * kv_row_bytes(p)
+
+
+def attention_bytes(problem: Attention) -> int:
+    """Least bytes to move: the cache once, the queries and the output once."""
+    p = problem
+    rows = p.batch * p.q_len * p.q_heads
+    return kv_bytes(p) + rows * (p.head_dim + p.v_head_dim) * DTYPE_BYTES[p.dtype]
+
+
 def machine_balance(chip: Chip) -> float | None:
     """FLOPs per byte at which memory and compute take the same time."""
     if not chip.bandwidth_gbs or not chip.matmul_tflops:
@@ -53,7 +100,16 @@ class Bound:
 
 def matmul_bound(problem: Matmul, chip: Chip) -> Bound:
     """No kernel can be faster than this on ``chip``."""
-    flops, moved = matmul_flops(problem), matmul_bytes(problem)
+    return bound(matmul_flops(problem), matmul_bytes(problem), chip)
+
+
+def attention_bound(problem: Attention, chip: Chip) -> Bound:
+    """No attention kernel can be faster than this on ``chip``."""
+    return bound(attention_flops(problem), attention_bytes(problem), chip)
+
+
+def bound(flops: float, moved: float, chip: Chip) -> Bound:
+    """Lower bound of work of so many operations and bytes on ``chip``."""
     intensity = flops / moved if moved else 0.0
     if not chip.bandwidth_gbs:
         return Bound(None, "unknown", intensity)

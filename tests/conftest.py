@@ -22,8 +22,15 @@ def clean_routes():
     yield
     if (ops := sys.modules.get("mlx_phase.ops")) is not None:
         ops.set_probe(None)
+        ops.use_plans(None)
         ops.enable_all()
         ops.reset_served()
+
+
+@pytest.fixture(autouse=True)
+def no_stored_plans(monkeypatch, tmp_path_factory):
+    """Plans that the user tuned on this machine are none of the tests' business."""
+    monkeypatch.setenv("MLX_PHASE_PLANS", str(tmp_path_factory.getbasetemp() / "none"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The canary: K2 of cases.md. A kernel that fails is off, stock serves, it is named."""
+"""The canary: report K2. A kernel that fails is off, stock serves, it is named."""
 
 from dataclasses import replace
 

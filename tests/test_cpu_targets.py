@@ -51,3 +51,10 @@ def test_kernels_compile(problem, machine):
     metal = signature.metal_source(name, ins, outs, body, header, values)
     flags = [*cpu_build.KERNEL_FLAGS, *cpu_build.LEAN_FLAGS]
     check(cpu_build.build(cpu_source(metal), flags), machine)
+
+
+def test_the_runtime_needs_no_headers_of_this_system(machine):
+    """A build for a named target looks at zig's headers only, as on a bare machine."""
+    files = [str(cpu_build.INCLUDE / name) for name in cpu_build.RUNTIME]
+    flags = [*cpu_build.LEAN_FLAGS, *cpu_build.libc_headers()]
+    check(cpu_build.build(None, flags, files), machine)

@@ -14,30 +14,38 @@ PACKAGE = ROOT / "mlx_phase"
 
 # From left to right. Modules of one row do not import each other.
 FLOW = (
-    {"chip", "problem", "model_error", "arguments"},
+    {"chip", "problem", "model_error", "arguments", "machine"},
     {"roofline", "shapes_config"},
     {"plan", "shapes"},
-    {"source", "step"},
+    {"source", "step", "predict_data"},
+    {"predict_fit"},
+    {"predict_table"},
+    {"predict"},
     {"executor"},
     {"launch"},
-    {"ops"},
+    {"ops", "tune_plans"},
     {"siblings", "parents"},
     {"layers", "block"},
-    {"check"},
-    {"tune", "patch_report"},
+    {"check", "tune_store"},
+    {"patch_report"},
     {"fuse"},
     {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k"},
     {"gguf"},
     {"gguf_llama", "gguf_tokenizer"},
     {"models"},
+    {"model_config"},
     {"bench"},
-    {"report", "doctor", "cli"},
+    {"tune_race", "doctor_kernels", "doctor_machine"},
+    {"tune_table"},
+    {"tune_course"},
+    {"report", "doctor", "tune", "cli"},
 )
 RANK = {module: rank for rank, row in enumerate(FLOW) for module in row}
 # Takes anyone's kernel, so it knows nothing of ours.
 STANDALONE = {"executor"}
 # Pure Python: they plan for any chip on a machine without MLX.
 WITHOUT_MLX = {"chip", "problem", "roofline", "plan", "shapes", "shapes_config", "step"}
+WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets"}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}

@@ -1,4 +1,4 @@
-"""Drop-in layers: P2 and P3 of cases.md, sharded, training, new weights, the report."""
+"""Drop-in layers: reports P2 and P3, sharded, training, new weights, the report."""
 
 import copy
 import json

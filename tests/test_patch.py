@@ -1,4 +1,4 @@
-"""patch, unpatch, patched: P1 of cases.md, reversibility, bad input."""
+"""patch, unpatch, patched: public report P1, reversibility, bad input."""
 
 import importlib
 

@@ -17,7 +17,7 @@ FORMATS += [(*FP_MODES["nvfp4"], "nvfp4")]
 
 
 def check_limits(p: Plan, M: int) -> None:
-    """The limits of msl.md: threads and threadgroup memory, and registers."""
+    """What every chip has: threads and threadgroup memory, and registers."""
     # 1024 in general, and 256 for kernels with many registers.
     assert 32 <= 32 * p.simdgroups <= 256, p
     assert p.simdgroups % p.k_simdgroups == 0, p

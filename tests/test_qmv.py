@@ -226,16 +226,21 @@ def test_refusals_say_why(problem, words):
         matmul.prepare(problem)
 
 
-@settings(max_examples=25, deadline=None)
+FEW_FORMATS = [("affine", 4, 32), ("affine", 3, 64), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
+
+
+@settings(max_examples=40, deadline=None)
 @given(
+    form=st.sampled_from(FEW_FORMATS),
     M=st.integers(1, 3),
     N=st.integers(1, 70),
     groups=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
-def test_any_shape(M, N, groups, seed):
-    q = cases.random_weights(N, 32 * groups, "affine", 4, 32, "bfloat16", seed)
-    x = cases.activations(M, 32 * groups, "bfloat16", seed)
+def test_any_shape(form, M, N, groups, seed):
+    K = max(32, form[2]) * groups
+    q = cases.random_weights(N, K, *form, "bfloat16", seed)
+    x = cases.activations(M, K, "bfloat16", seed)
     out = run(x, q)
     check(out, x, q)
     tolerance.assert_bits(out[:1], run(x[:1], q))

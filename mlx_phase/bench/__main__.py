@@ -16,7 +16,7 @@ from .. import patched
 from ..executor import ExecutorError
 from ..model_error import ModelError
 from ..models import default_model, load
-from . import BenchError, prompts, record, table
+from . import BenchError, compare, prompts, record, table
 from .device import environment
 from .endtoend import Job, measure, rows
 
@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m mlx_phase.bench",
         description="Measure decode and prefill of a model, stock MLX and patched, "
-        "interleaved in one process on the same weights.",
+        "interleaved in one process on the same weights. With `compare` as the first "
+        "argument: compare chips (compare --help).",
     )
     p.add_argument("--model", help="hub id, folder, .gguf file or preset")
     p.add_argument("--prompt", help="text; the patched model's answer is printed")
@@ -108,8 +109,10 @@ def check(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench; returns the exit status (2: bad input, said in one line)."""
-    p = parser()
-    args = p.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["compare"]:
+        return compare.main(argv[1:])
+    args = parser().parse_args(argv)
     try:
         check(args)
         return run(args)

@@ -221,10 +221,26 @@ def _math() -> None:
             CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
 
 
+def libc_headers() -> list[str]:
+    """Flags with zig's C library headers, for a Linux machine that has none.
+
+    Slim containers have no /usr/include, and with -nostdlib zig leaves its own out.
+    """
+    folder = Path(compiler()[0][0]).parent / "lib" / "libc" / "include"
+    if sys.platform != "linux" or not folder.is_dir():
+        return []
+    machine = platform.machine()
+    arch = "x86" if machine == "x86_64" else machine
+    names = (f"{arch}-linux-gnu", "generic-glibc", f"{arch}-linux-any", "any-linux-any")
+    # After the system's own, which win.
+    return [part for name in names for part in ("-idirafter", str(folder / name))]
+
+
 @functools.cache
 def runtime() -> CDLL:
     """The scheduler's library, built on first use."""
-    library = load(None, [], [str(INCLUDE / name) for name in RUNTIME])
+    files = [str(INCLUDE / name) for name in RUNTIME]
+    library = load(None, libc_headers(), files)
     sizes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.emu_copy.argtypes = library.emu_free_copy.argtypes = sizes
     library.emu_copy.restype, library.emu_free_copy.restype = ctypes.c_void_p, None

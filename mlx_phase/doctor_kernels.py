@@ -1,0 +1,139 @@
+"""Every kernel of every plan row on this device: compiled, right, rows exact."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+
+import mlx.core as mx
+import numpy as np
+
+from . import check as checks
+from .executor import ExecutorError
+from .launch.matmul import device_chip, prepare, prepare_shared
+from .plan import Plan, plan, plan_shared
+from .problem import AFFINE_BITS, AFFINE_GROUPS, DTYPE_BYTES, FP_MODES, Matmul
+from .tune_plans import Problems
+
+DTYPES = tuple(DTYPE_BYTES)
+# One M for each tile of the plan, beside M = 1.
+ROWS = (4, 8, 16)
+# (N, K) that fill a chip, and that split K over simdgroups and over threadgroups.
+SHAPES = ((14336, 4096), (1024, 4096), (256, 8192), (8, 16384))
+SPLITS = 3  # for a chip whose table never splits over threadgroups
+SHARED = ((4096, 1024, 1024), (14336, 14336))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A launch with M = 1 and with a larger M, with their plans."""
+
+    one: Problems
+    many: Problems
+    plan_one: Plan
+    plan_many: Plan
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Result of one row. ``exact``: each row of x has the bits it has alone.
+
+    ``worst`` is the larger error over what is allowed, ``first_ms`` the time of
+    compiling and checking both kernels, ``run_ms`` of a launch after that.
+    """
+
+    kernel: str
+    M: int
+    ok: bool
+    exact: bool | None
+    worst: float
+    first_ms: float
+    run_ms: float | None
+    error: str | None
+
+
+def rows(quick: bool) -> list[Row]:
+    """All formats, dtypes and tiles; ``quick``: each in turn, a few dozen kernels."""
+    modes = [(*FP_MODES[mode], mode) for mode in FP_MODES]
+    plain = [(8 * size, 0, "none", dtype) for dtype, size in DTYPE_BYTES.items()]
+    found: list[Row] = []
+    shapes = cycle(SHAPES)
+    if quick:
+        turns = zip(AFFINE_BITS, cycle(AFFINE_GROUPS), strict=False)
+        for i, form in enumerate([(b, g, "affine") for b, g in turns] + modes):
+            # Shifted every third time, so that other groups, dtypes and M meet.
+            dtype, m = DTYPES[(i + i // 3) % 3], ROWS[(i + 2 * (i // 3)) % 3]
+            found.append(_row((*form, dtype), m, (next(shapes),)))
+        for case, m in zip(plain, ROWS, strict=True):
+            found.append(_row(case, m, (next(shapes),)))
+    else:
+        forms = [(b, g, "affine") for b in AFFINE_BITS for g in AFFINE_GROUPS]
+        typed = [(*form, d) for form, d in product(forms + modes, DTYPES)] + plain
+        for case, m in product(typed, ROWS):
+            found.append(_row(case, m, (next(shapes),)))
+    form = (4, 64, "affine")
+    for Ns, dtype in zip(SHARED, ("bfloat16", "float16"), strict=True):
+        found.append(_row((*form, dtype), 4, [(N, 4096) for N in Ns]))
+    split = _row((*form, "bfloat16"), 2, (SHAPES[-1],))
+    halves = {"splits": max(SPLITS, split.plan_one.splits)}
+    plans = replace(split.plan_one, **halves), replace(split.plan_many, **halves)
+    return [*found, Row(split.one, split.many, *plans)]
+
+
+def _row(case: tuple[int, int, str, str], m: int, shapes) -> Row:
+    bits, group, mode, dtype = case
+    one = tuple(Matmul(1, N, K, dtype, bits, group, mode) for N, K in shapes)
+    many = tuple(replace(p, M=m) for p in one)
+    chip = device_chip()
+    if len(one) > 1:
+        return Row(one, many, plan_shared(one, chip), plan_shared(many, chip))
+    return Row(one, many, plan(one[0], chip), plan(many[0], chip))
+
+
+def examine(row: Row, clock=time.perf_counter) -> Examined:
+    """Check the kernels of a row and compare the bits of its rows of x."""
+    first = checks.check(*row.one, chosen=row.plan_one)
+    many = checks.check(*row.many, chosen=row.plan_many)
+    error, exact, run_ms = first.error or many.error, None, None
+    if error is None:
+        try:
+            exact, run_ms = _exact(row, clock)
+        except (ExecutorError, RuntimeError) as e:
+            # MLX reports compile and launch errors of a kernel as these two.
+            error = str(e)
+    if exact is False:
+        error = f"rows of M = {row.many[0].M} have other bits than alone"
+    worst, ms = max(first.worst, many.worst), first.ms + many.ms
+    name, M = many.kernel, row.many[0].M
+    return Examined(name, M, error is None, exact, worst, ms, run_ms, error)
+
+
+def _exact(row: Row, clock) -> tuple[bool, float]:
+    """(first and last row of x as alone, milliseconds of a launch)."""
+    K = checks.K_CANARY if row.one[0].group_size != 128 else checks.K_CANARY + 64
+    many = tuple(replace(p, N=checks.N_CANARY + i, K=K) for i, p in enumerate(row.many))
+    arrays = [checks.canary(p, i)[0] for i, p in enumerate(many)]
+    x, weights = arrays[0][0], [a for each in arrays for a in each[1:]]
+    whole = _run(many, row.plan_many, x, weights)
+    start = clock()
+    _run(many, row.plan_many, x, weights)
+    ms = 1e3 * (clock() - start)
+    one = tuple(replace(p, M=1) for p in many)
+    for m in {0, row.many[0].M - 1}:
+        alone = _run(one, row.plan_one, x[m : m + 1], weights)
+        same = (
+            a.tobytes() == w[m : m + 1].tobytes()
+            for a, w in zip(alone, whole, strict=True)
+        )
+        if not all(same):
+            return False, ms
+    return True, ms
+
+
+def _run(problems: Problems, p: Plan, x: mx.array, weights) -> list[np.ndarray]:
+    if len(problems) > 1:
+        ys = prepare_shared(problems, p)(x, *weights)
+    else:
+        ys = [prepare(problems[0], p)(x, *weights)]
+    return [np.array(y.astype(mx.float32)) for y in ys]

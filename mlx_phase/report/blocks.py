@@ -1,0 +1,136 @@
+"""What a report is made of, and its three forms: terminal, Markdown, JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A key of the records, its heading and how a value is shown."""
+
+    key: str
+    head: str
+    form: str | Callable[[Any], str] = "{}"
+    left: bool = False
+
+    def show(self, record: Record) -> str:
+        """Text of a record's value; None and a missing one are a dash."""
+        value = record.get(self.key)
+        if value is None:
+            return "-"
+        return self.form.format(value) if isinstance(self.form, str) else self.form(value)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Records under columns; JSON gets the records with all their keys."""
+
+    name: str
+    columns: Sequence[Column]
+    records: Sequence[Record]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Sentences; ``bullets`` makes each a list item."""
+
+    items: Sequence[str]
+    bullets: bool = True
+
+
+@dataclass(frozen=True)
+class Section:
+    """One numbered output of the report."""
+
+    title: str
+    blocks: Sequence[Table | Lines] = field(default=())
+
+
+def show(console: Console, sections: Sequence[Section]) -> None:
+    """Print sections to a terminal."""
+    for section in sections:
+        console.print(f"\n[bold underline]{escape(section.title)}[/]")
+        for block in section.blocks:
+            if isinstance(block, Table):
+                console.print(_rich(block))
+                continue
+            for line in block.items:
+                _line(console, line, block.bullets)
+
+
+def _line(console: Console, line: str, bullet: bool) -> None:
+    row = RichTable.grid(padding=(0, 1))
+    if bullet:
+        row.add_column(width=1)
+    row.add_column(overflow="fold")
+    row.add_row(*(["•"] if bullet else []), escape(line))
+    console.print(row)
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(title=escape(table.title) or None, title_justify="left")
+    for column in table.columns:
+        side = "left" if column.left else "right"
+        shown.add_column(escape(column.head), justify=side, overflow="fold")
+    for record in table.records:
+        shown.add_row(*(escape(column.show(record)) for column in table.columns))
+    return shown
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """The sections as GitHub Markdown."""
+    parts = []
+    for section in sections:
+        parts.append(f"## {section.title}")
+        for block in section.blocks:
+            if isinstance(block, Table):
+                parts.append(_markdown(block))
+            else:
+                start = "- " if block.bullets else ""
+                joint = "\n" if block.bullets else "\n\n"
+                parts.append(joint.join(start + _safe(line) for line in block.items))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _safe(text: str) -> str:
+    # A bar would end the cell, an asterisk pair would become emphasis.
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+def _markdown(table: Table) -> str:
+    rows = [[column.head for column in table.columns]]
+    rows.append(["---" if column.left else "---:" for column in table.columns])
+    rows += [[_safe(c.show(record)) for c in table.columns] for record in table.records]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"**{_safe(table.title)}**\n\n{text}" if table.title else text
+
+
+def plain(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """The sections as JSON values: records keep all their numbers."""
+    return [
+        {
+            "title": section.title,
+            "tables": {
+                block.name: [dict(record) for record in block.records]
+                for block in section.blocks
+                if isinstance(block, Table)
+            },
+            "text": [
+                line
+                for block in section.blocks
+                if isinstance(block, Lines)
+                for line in block.items
+            ],
+        }
+        for section in sections
+    ]
