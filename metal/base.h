@@ -1,8 +1,8 @@
 // Shared by every kernel: vector loads that know their alignment, and the end of a dot product.
 
-// Addresses are visible on the CUDA and CPU executors, where a misaligned vector load traps.
-// Metal has no portable way to look: there the wide path is taken, unless the check at patch
-// time saw it fail with a misaligned x and asked for text with narrow loads.
+// On CUDA a misaligned vector load traps, and addresses can be looked at. Elsewhere the wide path
+// is taken, unless the check at patch time saw other bits with a misaligned x and asked for text
+// with narrow loads.
 #ifndef ALIGNED
 #ifdef MSL_ADDRESS
 #define ALIGNED(p, n) ((MSL_ADDRESS(p) & (n - 1)) == 0)

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlx.utils import tree_flatten
@@ -27,8 +28,9 @@ from .executor import ExecutorError
 from .model_error import ModelError
 from .models import load
 from .patch import patch
+from .plan import Plan
 from .problem import Matmul
-from .tune_plans import Problems
+from .tune_plans import Problems, StoredPlans
 
 SCHEMA = 1
 # So small a product that its launch is all there is to time.
@@ -114,12 +116,19 @@ def diagnose(
     found = Diagnosis(facts(env), quick, stored.status)
     if stored.note:
         found.warnings.append(stored.note)
-    own = _model(found, env, model) if model is not None else []
+    own = [] if stored.plans is None else _stored_rows(stored.plans)
+    if model is not None:
+        own += _model(found, env, model)
+    distinct = {
+        (ops.variant(r.one[0], r.plan_one), ops.variant(r.many[0], r.plan_many)): r
+        for r in [*todo(quick), *own]
+    }
     progress = Console(stderr=True)
+    quiet = not progress.is_terminal
+    every = list(distinct.values())
     for row in track(
-        [*todo(quick), *own], "checking", console=progress, transient=True,
-        disable=not progress.is_terminal,
-    ):  # fmt: skip
+        every, "checking", console=progress, transient=True, disable=quiet
+    ):
         found.kernels.append(examine(row))
     if env.executor == "cpu":
         found.warnings.append(EMULATION)
@@ -157,16 +166,25 @@ def _model(found: Diagnosis, env: Environment, spec: str) -> list[Row]:
             f"{loaded.name} has {size:.1f} GB of weights, the limit is {room:.1f} GB: "
             "they are paged on every token"
         )
-    own = (_own_row(problems) for problems in report.launches)
+    own = (_row(one, MODEL_ROWS, ops.choose) for one in report.launches)
     return [row for row in own if row is not None]
 
 
-def _own_row(one: Problems) -> Row | None:
-    many = tuple(replace(p, M=MODEL_ROWS) for p in one)
-    plans = ops.choose(one), ops.choose(many)
-    if any(isinstance(p, str) for p in plans):
-        return None  # a stored plan says stock
-    return Row(one, many, *plans)
+def _stored_rows(plans: StoredPlans) -> list[Row]:
+    """What a stored plan chose, as rows to check."""
+    decide = partial(plans.decide, exact=True)
+    own = (_row(e.problems, e.M, decide) for e in plans)
+    return [row for row in own if row is not None]
+
+
+def _row(
+    problems: Problems, m: int, choose: Callable[[Problems], Plan | str | None]
+) -> Row | None:
+    one = tuple(replace(p, M=1) for p in problems)
+    many = tuple(replace(p, M=m) for p in problems)
+    plans = choose(one), choose(many)
+    # Where a stored plan says stock there is nothing to check.
+    return Row(one, many, *plans) if all(isinstance(p, Plan) for p in plans) else None
 
 
 def block(found: Diagnosis) -> str:

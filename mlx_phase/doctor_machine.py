@@ -83,7 +83,8 @@ def power(run: Run = output, system: str | None = None) -> str | None:
             return f"governor {GOVERNOR.read_text().strip()}"
         except OSError:
             return None
-    found = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", run(["pmset", "-g"]) or "", re.M)  # fmt: skip  # noqa: E501
+    text = run(["pmset", "-g"]) or ""
+    found = re.search(r"^\s*(?:lowpowermode|powermode)\s+(\d)", text, re.M)
     drawn = re.search(r"drawing from '([^']+)'", run(["pmset", "-g", "batt"]) or "")
     parts = [_POWER.get(found[1], found[1])] if found else []
     return ", ".join(parts + ([drawn[1]] if drawn else [])) or None
@@ -108,11 +109,11 @@ def thermal(run: Run = output, system: str | None = None) -> str | None:
     return f"{clock} of {top}, {heat} C, {watts} of {limit}"
 
 
-def variables() -> str | None:
+def variables() -> str:
     """Switches in the environment; of folders only that they are set."""
     found = []
     for name, value in sorted(os.environ.items()):
         if _SWITCHES.fullmatch(name):
             shown = "(a path)" if any(c in value for c in _PATHS) else value
             found.append(f"{name}={shown}")
-    return ", ".join(found) or None
+    return ", ".join(found) or "none set"

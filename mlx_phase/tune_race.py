@@ -21,6 +21,8 @@ from .tune_plans import KERNEL, STOCK, WIDTHS, Entry, Problems, illegal
 Op = Callable[..., list[mx.array]]
 # A win counts only above this many times the noise of stock against itself.
 MARGIN = 2.0
+# A few repeats can agree by chance: no noise is taken to be smaller.
+MIN_NOISE = 0.005
 # A case is void if the reference moved more than this while it was measured.
 MAX_DRIFT = 0.05
 # The reference: a plain product that keeps the GPU busy for some 10 us to 100 us.
@@ -157,7 +159,7 @@ class Track(Timer):
 
 def noise_of(pair: Pair) -> float:
     """Noise of a race of one operation with itself, as a share of its time."""
-    return max(abs(pair.ratio - 1), (pair.a.spread + pair.b.spread) / 2)
+    return max(MIN_NOISE, abs(pair.ratio - 1), (pair.a.spread + pair.b.spread) / 2)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from mlx_phase import chip
 from mlx_phase.launch import matmul
 from mlx_phase.plan import Plan, plan
 from mlx_phase.problem import Matmul
+from mlx_phase.source import load
 
 
 def run(x, q: cases.Weights, p: Plan | None = None) -> mx.array:
@@ -110,8 +111,6 @@ def test_tiles_change_no_bit(ks, splits):
         tolerance.assert_bits(out, outs[0])
 
 
-# MLX's CPU arrays lie 8 bytes off a 16-byte border: one of these four aligns both x and
-# w and takes the vector loads, the others and odd shifts take the narrow ones.
 @pytest.mark.parametrize("dx,dw", [(0, 0), (4, 0), (0, 2), (4, 2), (1, 1), (3, 1)])
 @pytest.mark.parametrize("M", [1, 4])
 def test_unaligned_x_and_w(dx, dw, M):
@@ -126,6 +125,30 @@ def test_unaligned_x_and_w(dx, dw, M):
     out = run(buffer[dx:].reshape(x.shape), moved)
     check(out, x, q)
     tolerance.assert_bits(out, run(x, q))
+
+
+@pytest.mark.parametrize("mode,bits,group", [*cases.FORMATS, ("none", 16, 0)])
+def test_narrow_loads_give_the_same_bits(mode, bits, group):
+    """The text for devices where a misaligned vector load goes wrong."""
+    K = 4 * group or 264
+    q = cases.random_weights(9, K, mode, bits, group, "float16") if group else None
+    weights = [a for a in q.args if a is not None] if q else []
+    weights = weights or [cases.activations(9, K, "float16", seed=5)]
+    x = cases.activations(2, K, "float16")
+    problem = Matmul(2, 9, K, "float16", bits, group, mode)
+    wide = matmul.prepare(problem)(x, *weights)
+    assert not matmul.narrow_loads(True)
+    try:
+        assert (
+            "define ALIGNED(p, n) false" in load(plan_of(problem).kernel, True).header
+        )
+        tolerance.assert_bits(matmul.prepare(problem)(x, *weights), wide)
+    finally:
+        matmul.narrow_loads(False)
+
+
+def plan_of(problem):
+    return plan(problem, matmul.device_chip())
 
 
 def test_poison_after_x_and_strided_arrays():

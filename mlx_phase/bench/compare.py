@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _list(args)
         else:
             _show(args)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stdout = None
     except (BenchError, OSError) as error:
         print(f"mlx_phase.bench compare: error: {error}", file=sys.stderr)
         return 2
@@ -99,7 +101,8 @@ def _list(args: argparse.Namespace) -> None:
     if args.published or not args.files:
         kinds += [("published", g, speeds) for g, speeds in series()[0].items()]
     for kind, group, speeds in sorted(kinds, key=lambda k: (k[0], -len(k[2]))):
-        print(f"{kind}: {len(speeds)} chips: {group.text}")
+        count = f"{len(speeds)} chip{'' if len(speeds) == 1 else 's'}"
+        print(f"{kind}: {count}: {group.text}")
     if args.published or not args.files:
         for text in series()[1]:
             print(f"in no series: {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _speed(phases: Mapping[str, Row], runs: int) -> Speed:
     decode, prefill = phases.get("decode", {}), phases.get("prefill", {})
     row = decode or prefill
     return Speed(
-        _chip(row["chip"]),
+        _chip(row),
         decode.get("tok_s"),
         prefill.get("tok_s"),
         decode.get("stock_tok_s"),
@@ -97,8 +98,12 @@ def _speed(phases: Mapping[str, Row], runs: int) -> Speed:
     )
 
 
-def _chip(key: str) -> Chip:
+def _chip(row: Row) -> Chip:
     try:
-        return lookup(key)
+        chip = lookup(row["chip"])
     except ValueError:
-        return UNKNOWN
+        return replace(UNKNOWN, name=row["device"])
+    if row["gbps"] is not None and row["frac_peak"] is None:
+        # The bench could not tell which part of this name it ran on.
+        return replace(chip, bandwidth_gbs=None)
+    return chip

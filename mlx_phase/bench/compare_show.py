@@ -115,7 +115,10 @@ def explanations(table: Table) -> list[str]:
             text += " (of the published one where nothing was measured)"
         said.append(f"{text}, over the marketed bandwidth.")
     if any(line.predicted for line in table.lines):
-        text = f"Predicted, not measured; in brackets where {SHARE:.0%} of rows lie."
+        text = (
+            "Predicted figures were not measured; the interval in brackets held "
+            f"{100 * SHARE:.0f} % of the published rows."
+        )
         if any(line.predicted and line.published for line in table.lines):
             text += " Beside a published speed, the fit had no row of that chip."
         said.append(text)

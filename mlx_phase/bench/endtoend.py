@@ -100,7 +100,8 @@ class Result:
 
 def settle(model: nn.Module) -> None:
     """One decode step outside the clock: layers bind and trace on their first call."""
-    mx.eval(model(mx.zeros((1, 1), dtype=mx.int32)))
+    with ops.counted():
+        mx.eval(model(mx.zeros((1, 1), dtype=mx.int32)))
 
 
 def measure(

@@ -69,7 +69,8 @@ def _source(row: Published) -> str:
     notes = [n for n in notes if n and not re.match(r"date = |run \d", n)]
     if row.build.endswith("(as stated)"):
         notes.append("build as that source states it")
-    return "; ".join([f"{row.source}, grade {row.grade}", *notes])
+    grade = f"grade {row.grade} ({GRADES[row.grade]})"
+    return "; ".join([f"{row.source}, {grade}", *notes])
 
 
 @cache

@@ -27,7 +27,9 @@ class Column:
         value = record.get(self.key)
         if value is None:
             return "-"
-        return self.form.format(value) if isinstance(self.form, str) else self.form(value)
+        return (
+            self.form.format(value) if isinstance(self.form, str) else self.form(value)
+        )
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
         ):
             record[key] = " / ".join(dict.fromkeys(values))
     if first.mode == "none":
-        record["reason"] += '; plain weights: served with patch(linear="all"), else stock'
+        record["reason"] += (
+            '; plain weights: served with patch(linear="all"), else stock'
+        )
     return record
 
 

@@ -19,7 +19,6 @@ extern "C" __attribute__((used, visibility("hidden"), weak)) __bf16 __truncsfbf2
 #define MSL_FN inline
 #define METAL_FUNC inline
 #define MSL_CPU 1
-#define MSL_ADDRESS(p) ((size_t)(p))
 #define METAL_VERSION 310
 #define __METAL_VERSION__ 310
 
