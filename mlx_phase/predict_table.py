@@ -52,8 +52,9 @@ It stands for all that does not scale with bytes (launches, host, small kernels)
 Least squares of relative errors, large ones weighed down (Huber at 10 %).
 
 Groups: llama.cpp 2023 is build 8e672ef, llama.cpp 2024+ are later builds, MLX is mlx-lm
-and what serves with it. {count} rows take part. Shapes come from the models' published
-configs (`published_models.json`), but those of K2-V2 70B, one row, are assumed.
+and what serves with it. {count} rows take part. Model shapes (`published_models.json`)
+were written down from common knowledge and not read from the configs; a test holds most
+of them to the published number of weights. Those of K2-V2 70B, one row, are assumed.
 """
 
 _METHOD = """## Errors, leaving one chip out

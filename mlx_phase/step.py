@@ -8,7 +8,7 @@ prediction of what a chip reaches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .chip import Chip
 from .problem import Attention, Matmul
@@ -22,7 +22,7 @@ from .roofline import (
     matmul_flops,
     weight_bytes,
 )
-from .shapes import ModelShapes, attention, matmuls
+from .shapes import GROUPS, ModelShapes, attention, matmuls
 
 ATTENTION = "attention"
 
@@ -200,14 +200,20 @@ def kv_crossover(shapes: ModelShapes, chip: Chip, batch: int = 1, **more) -> int
     return first(more_cache)
 
 
-def compute_bound_rows(product: Matmul, chip: Chip) -> int | None:
-    """Rows M from which ``product`` is bound by compute on ``chip``."""
+def compute_bound_rows(shapes: ModelShapes, chip: Chip) -> int | None:
+    """Rows M from which each product of the layers is bound by compute on ``chip``.
+
+    The router of experts is left out: it is too small to matter.
+    """
 
     def computes(M: int) -> bool:
-        p = replace(product, M=M)
-        return bound(matmul_flops(p), matmul_bytes(p), chip).side == "compute"
+        return all(
+            bound(matmul_flops(p), matmul_bytes(p), chip).side == "compute"
+            for name, p, _ in matmuls(shapes, M)
+            if name not in (*GROUPS["router"], "lm_head")
+        )
 
-    return first(computes, 1 << 16)
+    return first(computes, 1 << 17)
 
 
 def request_split(prefill_s: float, tokens: int, step_s: float) -> float:

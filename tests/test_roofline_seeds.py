@@ -141,10 +141,10 @@ def test_break_even_of_speculation():
 
 
 def test_where_the_bound_flips():
-    product = Matmul(1, 8192, 8192, "float16", 16, 0, "none")
-    rows = step.compute_bound_rows(product, H100)
-    # M K N 2 / (2 (M K + K N + M N)) = 295 for square matrices: M = 318.
-    assert rows == pytest.approx(318, abs=1)
+    # M K N / (M K + K N + M N) = 295.2 for the narrowest: K = 4096, N = 1024.
+    balance = machine_balance(H100)
+    rows = 1 / (1 / balance - 1 / 4096 - 1 / 1024)
+    assert step.compute_bound_rows(LLAMA, H100) == pytest.approx(rows, abs=1)
     context = step.kv_crossover(LLAMA, H100)
     assert context == pytest.approx((WEIGHTS - 2 * 128256 * 4096) / 131072, abs=2)
     assert step.first(lambda n: n > 10, 8) is None
@@ -155,4 +155,4 @@ def test_an_unknown_chip_has_no_times():
     assert whole.seconds is None and whole.bytes > 0
     assert step.napkin_decode(1, 1, UNKNOWN) is None
     assert step.napkin_prefill(1, 1, UNKNOWN) is None
-    assert step.compute_bound_rows(whole.operations[0].problem, UNKNOWN) is None
+    assert step.compute_bound_rows(LLAMA, UNKNOWN) is None

@@ -117,7 +117,7 @@ def test_candidates_may_run_and_start_with_the_table(problems):
         here = at(problems, m)
         base = built_in(here)
         found = splits_of(here) + tiles_of(here, (2, 1))
-        assert found[0] == base and len(set(found)) > 3
+        assert found[0] == base and len(set(found)) > 2
         assert all(p.simdgroups % p.k_simdgroups == 0 for p in found)
         assert all(p.rows * m <= 24 for p in found)
         assert {(p.k_simdgroups, p.splits) for p in tiles_of(here, (2, 1))} == {(2, 1)}
@@ -221,7 +221,7 @@ def test_rows(text, rows):
     assert tune.numbers(text) == rows
 
 
-@pytest.mark.parametrize("text", ["", "0", "17", "1,,2", "a", "1,1", "-1", "1.5"])
+@pytest.mark.parametrize("text", ["", "0", "17", "1,,2", "a", "-1", "1.5"])
 def test_rows_are_refused_with_a_reason(text):
     with pytest.raises(BenchError, match="1 to 16"):
         tune.numbers(text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .. import step
 from ..chip import Chip
-from ..problem import Matmul
+from ..plan import MAX_M
 from ..roofline import machine_balance
 from ..shapes import GROUPS, ModelShapes
 from ..step import ATTENTION, Operation, Pass
@@ -92,22 +92,27 @@ class Analysis:
         return self.shapes.experts > 0
 
     def cost_ratio(self, rows: int) -> float | None:
-        """Bound of a step of ``rows`` rows a request over that of one row."""
-        one, many = self.decode.seconds, self.step(rows).seconds
+        """Bound of a step of ``rows`` rows a request over that of one row.
+
+        Decode kernels use no matrix units, so up to their limit of rows the math
+        goes at the rate of plain FMA.
+        """
+        one, many = (self.step(r, chip=self.fma_chip(r)).seconds for r in (1, rows))
         return many / one if one and many else None
+
+    def fma_chip(self, rows: int) -> Chip:
+        """The chip as a step of ``rows`` rows a request uses it."""
+        if rows * self.options.batch > MAX_M or not self.chip.fp32_tflops:
+            return self.chip
+        return replace(self.chip, matmul_tflops=self.chip.fp32_tflops)
 
     @cached_property
     def knee_rows(self) -> int | None:
         """Rows from which every product of the layers is bound by compute."""
-        found = [
-            step.compute_bound_rows(o.problem, self.chip)
-            for o in self.decode.operations
-            if isinstance(o.problem, Matmul) and _weighty(o.name)
-        ]
-        return None if not found or None in found else max(found)
+        return step.compute_bound_rows(self.shapes, self.chip)
 
     def chunk_seconds(self, chunk: int) -> float | None:
-        """Bound of the last ``chunk`` tokens of the prompt: the slowest of its chunks."""
+        """Bound of the prompt's last ``chunk`` tokens, the slowest chunk of it."""
         o = self.options
         rows = min(chunk, o.prompt)
         return step.forward(
@@ -122,11 +127,6 @@ class Analysis:
         )
         times = [p.seconds for p in passes]
         return None if None in times else sum(times)
-
-
-def _weighty(name: str) -> bool:
-    """Products whose time matters: no router, no head, no experts' uneven rows."""
-    return name not in (*GROUPS["router"], "lm_head") and not name.startswith("expert")
 
 
 def grouped(operations: Sequence[Operation]) -> dict[str, list[Operation]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,12 +72,16 @@ def show(console: Console, sections: Sequence[Section]) -> None:
 
 
 def _line(console: Console, line: str, bullet: bool) -> None:
-    row = RichTable.grid(padding=(0, 1))
-    if bullet:
-        row.add_column(width=1)
-    row.add_column(overflow="fold")
-    row.add_row(*(["•"] if bullet else []), escape(line))
-    console.print(row)
+    # Wrapped here: rich would pad each line with blanks to the full width.
+    text = textwrap.fill(
+        line,
+        console.width,
+        initial_indent="• " if bullet else "",
+        subsequent_indent="  " if bullet else "",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _rich(table: Table) -> RichTable:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..plan import MAX_M, Plan, plan, plan_shared, supports, supports_shared
 from ..problem import Attention, Matmul
-from ..roofline import kv_bytes
+from ..roofline import kv_bytes, machine_balance
 from ..step import ATTENTION, Operation, Pass
 from .analysis import Analysis, grouped, side
 
@@ -37,7 +38,7 @@ def _phase(analysis: Analysis, phase: str, forward: Pass) -> list[dict[str, Any]
                     "operation": group,
                     "M": members[0].problem.M if group != ATTENTION else None,
                     **chosen,
-                    "bottleneck": bottleneck(analysis, members, chosen["launches"]),
+                    "bottleneck": bottleneck(analysis, members, chosen),
                 }
             )
     return records
@@ -142,17 +143,22 @@ def mlx_attention(a: Attention, analysis: Analysis) -> tuple[str, str]:
     return "stock MLX sdpa_vector", why
 
 
-def bottleneck(analysis: Analysis, members: list[Operation], launches: int) -> str:
+def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> str:
     """What is expected to bind an operation: bytes, math, or the launch itself."""
     flops, moved = sum(o.flops for o in members), sum(o.bytes for o in members)
-    where = side(flops, moved, analysis.balance)
+    launches, balance = chosen["launches"], analysis.balance
+    ours = not chosen["kernel"].startswith("stock")
+    if ours:
+        balance = machine_balance(analysis.fma_chip(1))
+    where = side(flops, moved, balance)
     if where == "unknown":
         return "unknown chip"
     us = sum(o.bound.us or 0.0 for o in members) / launches
     if us < LAUNCH_US:
         return f"launch ({us:.1f} us of work)"
     if where != "memory":
-        return "compute" if where == "compute" else "compute and bandwidth (knee)"
+        math = "FMA rate (no matrix units)" if ours else "compute"
+        return math if where == "compute" else f"{math} and bandwidth (knee)"
     if isinstance(members[0].problem, Attention):
         cache = sum(kv_bytes(o.problem) * o.count for o in members)
         return "KV traffic" if cache > moved / 2 else "activations"
@@ -160,8 +166,10 @@ def bottleneck(analysis: Analysis, members: list[Operation], launches: int) -> s
 
 
 def exact_rows(analysis: Analysis, M: int) -> bool:
-    """Whether all dense products of ``M`` rows keep the bits of one row."""
-    products = [
-        o.problem for o in analysis.step(1).operations if isinstance(o.problem, Matmul)
-    ]
-    return M <= MAX_M and all(supports(p) is None for p in products)
+    """Whether all products of ``M`` rows keep the bits of one row: none is stock."""
+    products = [o for o in analysis.decode.operations if o.name != ATTENTION]
+    dense = all(
+        supports(replace(o.problem, M=M)) is None and not o.name.startswith("expert")
+        for o in products
+    )
+    return M <= MAX_M and dense

@@ -19,9 +19,16 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def number(value: float) -> str:
+    """Three digits at least, never an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
+
+
 def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds, three digits."""
-    return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
+    """Seconds as s or ms, three digits."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
 def phases(a: Analysis) -> Section:
@@ -78,10 +85,10 @@ def phases(a: Analysis) -> Section:
         *(f"Note: {note}." for note in shapes.notes),
     ]
     traffic = [
-        f"KV cache: {size(per_token)} a token and request ({o.kv_bits}-bit); at context "
-        f"{o.context} a step reads {size(decode.kv_bytes / o.batch)} a request, "
-        f"{size(decode.kv_bytes)} in all, beside {size(decode.weight_bytes)} of weights: "
-        f"the cache is {share:.1%} of the two.",
+        f"KV cache: {size(per_token)} a token and request ({o.kv_bits}-bit); at "
+        f"context {o.context} a step reads {size(decode.kv_bytes / o.batch)} a request, "
+        f"{size(decode.kv_bytes)} in all, beside {size(decode.weight_bytes)} of "
+        f"weights: the cache is {share:.1%} of the two.",
         _crossings(a),
         *_owner(a),
     ]
@@ -111,14 +118,15 @@ def _owner(a: Analysis) -> list[str]:
     if first is None or one is None:
         return ["The chip's bandwidth is not known, so no time is given."]
     share = step.request_split(first, o.tokens, one)
+    thumb = step.napkin_prefill(a.shapes.parameters, o.prompt, a.chip)
     owner = "decode" if share >= 0.5 else "prefill"
     return [
         f"Who owns the time of a request of {o.prompt} + {o.tokens} tokens: {owner} "
         f"(decode {share:.0%}). Bounds: prefill {ms(first)}, {o.tokens} steps of "
         f"{ms(one)} = {ms(o.tokens * one)}.",
-        f"Rules of thumb with all {a.shapes.parameters / 1e9:.2f} G parameters: prefill "
-        f"2 P N / peak = {ms(step.napkin_prefill(a.shapes.parameters, o.prompt, a.chip))}"
-        "; the bound above counts no math for the embedding and one row of the head.",
+        f"Rule of thumb: prefill 2 P N / peak = {ms(thumb)} with all "
+        f"{a.shapes.parameters / 1e9:.2f} G parameters; the bound above counts no math "
+        "for the embedding, one row of the head, active experts and attention.",
     ]
 
 
@@ -144,9 +152,9 @@ def roofline(a: Analysis) -> Section:
     columns = [
         Column("phase", "phase", left=True),
         Column("operation", "operation", left=True),
-        Column("flops", "GFLOP", lambda f: f"{f / 1e9:.4g}"),
-        Column("bytes", "MB", lambda b: f"{b / 1e6:.4g}"),
-        Column("intensity", "FLOP/byte", "{:.3g}"),
+        Column("flops", "GFLOP", lambda f: number(f / 1e9)),
+        Column("bytes", "MB", lambda b: number(b / 1e6)),
+        Column("intensity", "FLOP/byte", number),
         Column("side", "bound", left=True),
         Column("us", "at least", lambda us: ms(us / 1e6)),
         Column("share", "share", "{:.0%}"),
@@ -171,8 +179,8 @@ def roofline(a: Analysis) -> Section:
         blocks.append(
             Lines(
                 [
-                    f"Upper bounds: {o.batch / one:.1f} tok/s of decode in all at batch "
-                    f"{o.batch}, {o.prompt / a.prefill.seconds:.0f} tok/s of prefill."
+                    f"Upper bounds: {o.batch / one:.1f} tok/s of decode in all at "
+                    f"batch {o.batch}, {o.prompt / a.prefill.seconds:.0f} tok/s of prefill."
                 ]
             )
         )
