@@ -25,6 +25,7 @@ from .bench.measure import NoiseError
 from .doctor_kernels import Examined, Row, examine, rows
 from .doctor_machine import facts
 from .executor import ExecutorError
+from .launch.matmul import narrow_loads
 from .model_error import ModelError
 from .models import load
 from .patch import patch
@@ -130,6 +131,11 @@ def diagnose(
         every, "checking", console=progress, transient=True, disable=quiet
     ):
         found.kernels.append(examine(row))
+    # The check switches them off; asking means setting.
+    narrow_loads(narrow := narrow_loads(True))
+    found.machine["vector_loads"] = (
+        "off: an x between two vectors gave other bits" if narrow else "on"
+    )
     if env.executor == "cpu":
         found.warnings.append(EMULATION)
     else:

@@ -48,8 +48,8 @@ def attended(problem: Attention) -> int:
 def attention_flops(problem: Attention) -> int:
     """Operations of q k^T and of the product with v (softmax not counted).
 
-    For a whole prompt of N: 2 d N^2 with d = q_heads * head_dim, as in the seed text
-    "Profile Prefill vs Decode" (causal: half the matrix), plus the diagonal.
+    For a whole prompt of N: 2 d N^2 with d = q_heads * head_dim (causal: half the
+    matrix; "Profile Prefill vs Decode", fanout.sh, part 3), plus the diagonal.
     """
     p = problem
     heads = p.batch * p.q_heads

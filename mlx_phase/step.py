@@ -3,6 +3,9 @@
 All times are lower bounds of the roofline: each operation takes at least the longer
 of its memory and its compute time, and operations follow each other. None is a
 prediction of what a chip reaches.
+
+PROFILE in the docstrings is the text "Profile Prefill vs Decode" (fanout.sh,
+inference-eng, 12-05); its worked numbers are tests.
 """
 
 from __future__ import annotations
@@ -148,7 +151,7 @@ def kv_bytes_per_token(shapes: ModelShapes, kv_bits: int = 16) -> int:
 
 
 def napkin_prefill(parameters: float, tokens: int, chip: Chip) -> float | None:
-    """Seconds of 2 * parameters * tokens / peak: seed "Profile Prefill vs Decode", 2.
+    """Seconds of 2 * parameters * tokens / peak, as PROFILE does in part 2.
 
     Counts the embedding as if it were multiplied, and no attention.
     """
@@ -158,7 +161,7 @@ def napkin_prefill(parameters: float, tokens: int, chip: Chip) -> float | None:
 
 
 def napkin_decode(weights: float, cache: float, chip: Chip) -> float | None:
-    """Seconds of (weight bytes + KV bytes) / bandwidth: the same seed, 2 and 6."""
+    """Seconds of (weight bytes + KV bytes) / bandwidth, as PROFILE in 2 and 6."""
     if not chip.bandwidth_gbs:
         return None
     return (weights + cache) / (chip.bandwidth_gbs * 1e9)
@@ -167,7 +170,7 @@ def napkin_decode(weights: float, cache: float, chip: Chip) -> float | None:
 def attention_share(shapes: ModelShapes, tokens: int) -> float:
     """Share 0..1 of attention in the math of a prompt, the head left out.
 
-    attention / (attention + 2 P N), P the parameters of the layers: the seed's 3.
+    attention / (attention + 2 P N), P the parameters of the layers: PROFILE, 3.
     """
     pairs = attention(shapes, tokens, tokens)
     quadratic = sum(attention_flops(a) * count for a, count in pairs)
@@ -217,7 +220,7 @@ def compute_bound_rows(shapes: ModelShapes, chip: Chip) -> int | None:
 
 
 def request_split(prefill_s: float, tokens: int, step_s: float) -> float:
-    """Share 0..1 of decode in a request: the seed's 5, where the wall time goes."""
+    """Share 0..1 of decode in a request: PROFILE, 5, where the wall time goes."""
     total = prefill_s + tokens * step_s
     return tokens * step_s / total if total else 0.0
 

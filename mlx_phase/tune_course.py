@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from .bench.measure import Clock
 from .tune_plans import KERNEL, Entry, Problems, StoredPlans, shape_of
-from .tune_race import Referee, Track, VoidError
+from .tune_probe import VoidError
+from .tune_race import Referee, Track
 from .tune_table import label
 
 

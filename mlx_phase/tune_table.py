@@ -31,17 +31,19 @@ def table(plans: StoredPlans, entries: Iterable[Entry] | None = None) -> Table:
     title = f"{k.arch}, {k.gpu_cores} cores, {k.os}, mlx {k.mlx}, kernels {k.kernels}"
     found = Table(title=title, title_justify="left")
     found.add_column("K x N", overflow="fold")
-    for name in ("M", "rows", "simdgroups", "split", "us", "stock", "ratio", "noise"):
-        found.add_column(name, justify="right")
+    found.add_column("M", justify="right")
+    found.add_column("plan", overflow="fold")
+    for name in ("us", "stock", "ratio", "noise"):
+        found.add_column(name, justify="right", no_wrap=True)
     found.add_column("goes to", overflow="fold")
     for e in plans if entries is None else entries:
         to = "kernel" if e.winner == KERNEL else "stock"
         if e.winner != KERNEL and len(e.problems) > 1:
             to = "separate launches"
-        tile = (e.M, e.rows, e.simdgroups, f"{e.k_simdgroups}x{e.splits}")
+        tile = f"R={e.rows} SG={e.simdgroups} KS={e.k_simdgroups} SPLITS={e.splits}"
         times = (f"{e.us:.1f}", f"{e.stock_us:.1f}", f"{e.ratio:.2f}", f"{e.noise:.1%}")
         to = f"{to} ({e.note})" if e.note else to
-        found.add_row(label(e.problems), *map(str, tile), *times, to)
+        found.add_row(label(e.problems), str(e.M), tile, *times, to)
     return found
 
 

@@ -8,13 +8,16 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 from test_fuse import TOKENS, model
+from tune_world import entry, store
 
 import mlx_phase
-from mlx_phase import ops
+from mlx_phase import ops, tune_store
 from mlx_phase.parents import is_pure
+from mlx_phase.problem import Matmul
 
 ops_module = importlib.import_module("mlx_phase.ops")
 fuse_module = importlib.import_module("mlx_phase.fuse")
+parents_module = importlib.import_module("mlx_phase.parents")
 
 
 class Counts(nn.Module):
@@ -120,3 +123,24 @@ def test_training_goes_round_the_traces(traceable):
     m.eval()
     m(TOKENS)
     assert ops.served().kernels
+
+
+def test_a_module_with_a_layer_on_stock_is_not_counted_again(
+    traceable, monkeypatch, tmp_path
+):
+    m = model()
+    right = m(TOKENS)
+    down = (Matmul(3, 128, 192, "float32"),)
+    monkeypatch.setenv("MLX_PHASE_PLANS", str(tmp_path))
+    store(tmp_path / tune_store.device_key().file, entry(down, winner="stock"))
+    assert "1 to stock" in mlx_phase.patch(m, check=False).tune
+    m(TOKENS)
+
+    def counted():
+        raise AssertionError("counting walks all routes: once is enough")
+
+    monkeypatch.setattr(parents_module, "counted", counted)
+    ops.reset_served()
+    assert mx.abs(m(TOKENS) - right).max().item() < 1e-5
+    (reason,) = ops.served().stock
+    assert "stock wins" in reason and ops.served()[reason] == 2

@@ -1,32 +1,29 @@
 """Races: who wins, what noise and drift do, one split per shape, budget, resuming."""
 
-from dataclasses import replace
-
 import pytest
-from tune_world import KEY, World, plans
+from tune_world import EFFORT, KEY, World, at, plans
 
-from mlx_phase import tune
-from mlx_phase.bench import BenchError, gpu_time
+from mlx_phase import tune_race
+from mlx_phase.bench import kernel_data
 from mlx_phase.launch.matmul import device_chip
 from mlx_phase.plan import Plan, plan
 from mlx_phase.problem import Matmul
 from mlx_phase.tune_course import Course
 from mlx_phase.tune_plans import illegal
+from mlx_phase.tune_probe import Probe, VoidError
 from mlx_phase.tune_race import (
     MIN_NOISE,
+    Referee,
     Track,
-    VoidError,
     built_in,
+    kernel_op,
     splits_of,
+    stock_op,
     tiles_of,
 )
 
 ONE = (Matmul(1, 128, 256, "float32"),)
 PAIR = (Matmul(1, 64, 256, "float32"), Matmul(1, 32, 256, "float32"))
-
-
-def at(problems, m):
-    return tuple(replace(p, M=m) for p in problems)
 
 
 def race(cost, problems=ONE, split=None, **options):
@@ -42,7 +39,7 @@ def test_the_fastest_candidate_wins_and_is_stored_with_its_times():
     assert (entry.winner, entry.rows, entry.simdgroups) == ("kernel", 2, 2)
     assert (entry.us, entry.stock_us) == pytest.approx((10, 30))
     assert entry.ratio == pytest.approx(3) and entry.noise == MIN_NOISE
-    assert entry.source == "wall" and len(world.ran) > 4
+    assert "chains" in entry.source and len(world.ran) > 4
 
 
 @pytest.mark.parametrize("us", [20, 25, 19.9])
@@ -101,14 +98,86 @@ def test_a_clock_that_stands_still_voids_the_case():
         race(lambda problems, p: 0)
 
 
-def test_without_a_profiler_the_case_starts_over_with_wall_times():
-    def missing(fn):
-        raise gpu_time.ProfileError("no torch")
+def test_the_tile_of_the_table_stays_where_the_difference_may_be_noise():
+    def cost(problems, p):
+        return 30 if p is None else 20 if p == built_in(problems) else 19.95
 
-    world = World(lambda problems, p: 1 if p else 2)
-    referee = world.referee(events=missing)
-    entry = referee.case(Track(ONE, 0), ONE, None)
-    assert entry.source == "wall" and referee.why_wall == "no torch"
+    entry, _ = race(cost)
+    assert entry.rows == built_in(ONE).rows and entry.us == pytest.approx(20)
+
+
+def test_a_kernel_is_raced_through_a_trace_as_layers_run_it(monkeypatch):
+    """On a GPU; here stock is what is traced."""
+    traces = []
+
+    def prepare(problem, p):
+        def call(x, *weights):
+            traces.append(p)
+            return kernel_data.stock(problem)(x, *weights)
+
+        return call
+
+    def prepare_shared(problems, p):
+        def call(x, *weights):
+            traces.append(p)
+            return stock_op(problems)(x, *weights)
+
+        return call
+
+    monkeypatch.setattr(tune_race, "executor_name", lambda: "apple")
+    monkeypatch.setattr(tune_race, "prepare", prepare)
+    monkeypatch.setattr(tune_race, "prepare_shared", prepare_shared)
+    for problems in (ONE, PAIR):
+        traces.clear()
+        op, track = kernel_op(problems, built_in(problems)), Track(problems, 0)
+        for _ in range(3):
+            ys = op(track.x, *next(track.next))
+            assert [y.shape for y in ys] == [(1, p.N) for p in problems]
+        assert len(traces) == 1 and track.error(op) < 1e-3
+
+
+def test_every_tile_of_the_real_kernel_passes_its_checks_and_races():
+    class Real(World):
+        def right(self, problems, plan):
+            return stock_op(problems) if plan is None else kernel_op(problems, plan)
+
+    world = Real(lambda problems, p: 2 + p.rows if p else 9)
+    referee = Referee(EFFORT, world.clock, world.kernel, world.stock, probe=lambda: 1.0)
+    entry = referee.case(Track(PAIR, 0), PAIR, (1, 1))
+    assert (entry.winner, entry.rows) == ("kernel", 2)
+    assert {p.rows for p in world.ran} == {2, 4, 8}
+
+
+def test_the_probe_takes_a_size_that_is_long_enough_and_settles():
+    times = iter([1e-6, 3e-4] + [5e-4, 4e-4, 3.01e-4, 3.0e-4])
+    probe = Fixed(times)
+    assert probe() == pytest.approx(3.0e-4) and probe.size == 2048
+    wild = Fixed(iter([3e-4] + [1e-4, 2e-4] * 9))
+    with pytest.raises(VoidError, match="never took the same time"):
+        wild()
+
+
+class Fixed(Probe):
+    """A probe whose products take given times."""
+
+    def __init__(self, times):
+        self.steps, self.queued, self.now, self.lengths = times, 0, 0.0, []
+        super().__init__(clock=lambda: self.now, evaluate=self.spend)
+
+    def _grow(self, size):
+        self.size, self.arrays = size, [1]
+        return self._once()
+
+    def _once(self):
+        self.each = next(self.steps)
+        return super()._once()
+
+    def _chain(self, length):
+        self.queued = length
+        return None
+
+    def spend(self, _):
+        self.now += self.each * self.queued
 
 
 @pytest.mark.parametrize("problems", [ONE, PAIR, (Matmul(1, 8, 8192, "float16"),)])
@@ -212,55 +281,6 @@ def test_progress_counts_every_case():
     run, _ = course(lambda problems, p: 100 if p else 1, advance=advance)
     run.run([PAIR, ONE], (1, 2))
     assert len(done) == total[0] == 8
-
-
-@pytest.mark.parametrize(
-    "text, rows", [("1", (1,)), ("16, 2,1", (1, 2, 16)), ("3,7", (3, 7))]
-)
-def test_rows(text, rows):
-    assert tune.numbers(text) == rows
-
-
-@pytest.mark.parametrize("text", ["", "0", "17", "1,,2", "a", "-1", "1.5"])
-def test_rows_are_refused_with_a_reason(text):
-    with pytest.raises(BenchError, match="1 to 16"):
-        tune.numbers(text)
-
-
-def test_on_the_cpu_nothing_is_raced_or_stored(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MLX_PHASE_PLANS", str(tmp_path / "plans"))
-    monkeypatch.setattr(tune, "Referee", None)
-    assert tune.main(["--model", "tiny", "--rows", "1,4"]) == 0
-    text = capsys.readouterr().out
-    assert "dry run" in text and "qmv_pair" in text and "nothing is stored" in text
-    assert not (tmp_path / "plans").exists()
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ("--rows 99", "1 to 16"),
-        ("--repeats 2", "3 or more"),
-        ("--budget 0", "above 0"),
-        ("--model tiny:bits=32", "nothing to tune"),
-        ("--model nonsense", "unknown model"),
-        ("--export /nowhere/x.json", "nothing to export"),
-        ("--import /nowhere/x.json", "No such file"),
-    ],
-)
-def test_bad_input_is_one_line(options, words, capsys):
-    assert tune.main(options.split()) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
-
-
-def test_launches_of_a_model_are_those_that_patch_makes():
-    name, found = tune.launches("tiny")
-    shapes = [tuple((p.K, p.N) for p in problems) for problems in found]
-    assert name == "tiny" and len(set(shapes)) == len(shapes)
-    assert ((256, 768), (256, 768)) in shapes and ((768, 256),) in shapes
-    assert ((256, 256), (256, 128), (256, 128)) in shapes
-    assert all(p.M == 1 for problems in found for p in problems)
 
 
 def test_a_plan_that_is_not_of_the_table_keeps_the_rest_of_it():

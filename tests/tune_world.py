@@ -1,7 +1,11 @@
 """A machine for races: right results, a clock that moves by what a launch costs."""
 
-import mlx.core as mx
+from dataclasses import replace
 
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_phase import tune_store
 from mlx_phase.bench.kernel_suite import Effort
 from mlx_phase.tune_plans import Entry, Key, StoredPlans
 from mlx_phase.tune_race import Referee, stock_op
@@ -19,8 +23,12 @@ class World:
     def clock(self):
         return self.now
 
+    def right(self, problems, plan):
+        """What computes the products."""
+        return stock_op(problems)
+
     def _op(self, problems, plan):
-        real = stock_op(problems)
+        real = self.right(problems, plan)
 
         def run(x, *weights):
             self.now += 1e-6 * self.cost(problems, plan)
@@ -60,10 +68,19 @@ def plans(*entries, key=KEY):
     return StoredPlans(key, entries)
 
 
+def at(problems, m):
+    """The same problems with M = m."""
+    return tuple(replace(p, M=m) for p in problems)
+
+
+def store(path, *entries, **key):
+    """Write a plan of this device, but for the given parts of its key."""
+    here = replace(tune_store.device_key(), **key)
+    tune_store.save(plans(*entries, key=here), path)
+
+
 def quantized(n=96, k=128, bits=4, dtype=mx.float32):
     """A quantised layer [n, k] with the same weights every time."""
-    import mlx.nn as nn
-
     mx.random.seed(n + k)
     layer = nn.Linear(k, n, bias=False)
     layer.set_dtype(dtype)

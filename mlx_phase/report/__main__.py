@@ -11,7 +11,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from .. import predict
-from ..chip import Chip, lookup
+from ..chip import CHIPS, Chip, lookup
 from ..launch.matmul import device_chip
 from ..model_config import config_of
 from ..model_error import ModelError
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", help="hub id, folder, config.json, .gguf file, smollm2 or preset"
     )
     p.add_argument("--chip", help="e.g. m4-max, m3-ultra-60, h200 (default: this one)")
+    p.add_argument("--list-chips", action="store_true", help="print the known chips")
     number = _at_least(1)
     p.add_argument("--prompt-tokens", type=number, default=d.prompt, metavar="N")
     p.add_argument(
@@ -72,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
         type=_between(0, 10),
         default=d.draft_cost,
         help=f"assumed time of a drafted token, in steps (default {d.draft_cost})",
+    )
+    p.add_argument(
+        "--section",
+        type=int,
+        action="append",
+        choices=range(1, 9),
+        metavar="1..8",
+        help="this section only; may be repeated",
     )
     p.add_argument("--checklist", action="store_true", help="the review checklist only")
     form = p.add_mutually_exclusive_group()
@@ -130,17 +139,12 @@ def default_model() -> str:
     return SMOLLM2
 
 
-def sections(a: Analysis, note: str | None = None) -> list[blocks.Section]:
+def sections(a: Analysis) -> list[blocks.Section]:
     """All outputs, in order."""
-    first = phases.phases(a)
-    if note:
-        first = blocks.Section(
-            first.title, [blocks.Lines([note], False), *first.blocks]
-        )
     placed = phases.roofline(a)
     placed = blocks.Section(placed.title, [*placed.blocks, prediction(a)])
     return [
-        first,
+        phases.phases(a),
         placed,
         phases.selection(a),
         serving.batching(a),
@@ -159,10 +163,11 @@ def prediction(a: Analysis) -> blocks.Lines:
     p = predict.predict(a.shapes, a.chip, prompt_tokens=o.prompt, context=o.context)
     return blocks.Lines(
         [
-            f"Predicted, not measured, for stock MLX and one request: decode "
+            "Predicted, not measured, for stock MLX and one request: decode "
             f"{p.decode_tok_s:.1f} tok/s ({p.low:.1f} to {p.high:.1f}), prefill "
             f"{p.prefill_tok_s:.0f} tok/s ({p.prefill_low:.0f} to "
-            f"{p.prefill_high:.0f}). More: python -m mlx_phase.predict."
+            f"{p.prefill_high:.0f}). More: python -m mlx_phase.predict.",
+            *(f"Of this prediction: {note}." for note in p.notes),
         ]
     )
 
@@ -170,24 +175,55 @@ def prediction(a: Analysis) -> blocks.Lines:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; the exit status is 2 for bad input, said in one line."""
     args = parser().parse_args(argv)
+    if args.list_chips:
+        blocks.show(_console(), [chip_list()])
+        return 0
     try:
         a, note = _analysis(args)
     except (ModelError, ValueError) as error:
-        print(f"mlx_phase.report: error: {error}", file=sys.stderr)
+        hint = "; --list-chips shows all" if "unknown chip" in str(error) else ""
+        print(f"mlx_phase.report: error: {error}{hint}", file=sys.stderr)
         return 2
-    found = [checklist.section(a)] if args.checklist else sections(a, note)
+    found = [checklist.section(a)] if args.checklist else sections(a)
+    if args.section and not args.checklist:
+        found = [found[n - 1] for n in sorted(set(args.section))]
     title = f"{a.name} on {a.chip.name} ({a.chip.gpu_cores} cores)"
     if args.json:
         print(json.dumps(_json(a, note, found), indent=2))
     elif args.markdown:
-        print(f"# {title}\n\n{blocks.markdown(found)}", end="")
+        head = f"# {title}\n\n" + (f"{note}\n\n" if note else "")
+        print(head + blocks.markdown(found), end="")
     else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=110)
-        console.print(f"[bold]{title}[/]", highlight=False)
+        console = _console()
+        console.print(title, style="bold", markup=False, highlight=False)
+        if note:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         blocks.show(console, found)
     return 0
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def chip_list() -> blocks.Section:
+    """Every chip that has a bandwidth, by the name that --chip takes."""
+    columns = [
+        blocks.Column("key", "chip", left=True),
+        blocks.Column("bandwidth_gbs", "GB/s", "{:g}"),
+        blocks.Column("fp32_tflops", "FP32 TFLOPS", "{:g}"),
+        blocks.Column("matmul_tflops", "matmul TFLOPS", "{:g}"),
+        blocks.Column("family", "family", left=True),
+    ]
+    known = [c for c in CHIPS if c.bandwidth_gbs]
+    # Two parts share name and cores: the bandwidth tells them apart.
+    keys = [c.key for c in known]
+    records = [
+        {**asdict(c), "key": c.key + f"-{c.bandwidth_gbs:g}" * (keys.count(c.key) > 1)}
+        for c in known
+    ]
+    return blocks.Section("Chips", [blocks.Table("chips", columns, records)])
 
 
 def _analysis(args: argparse.Namespace) -> tuple[Analysis, str | None]:

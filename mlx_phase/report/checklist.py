@@ -1,17 +1,15 @@
-"""The review checklist of the seed text, answered from the same numbers."""
+"""The checklist of "Optimize Prefill Vs Decode Kernels", from the same numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .. import step
 from ..plan import MAX_M
-from ..roofline import bound
 from ..step import ATTENTION
 from . import kernels
 from .analysis import Analysis, grouped, side
 from .blocks import Column, Section, Table
-from .phases import ms, size
+from .phases import number, size
 from .serving import drafts, largest_chunk, strategy
 from .verdict import flips
 
@@ -24,13 +22,8 @@ def answers(a: Analysis) -> list[dict[str, Any]]:
         _shapes, _intensity, _split, _attention, _block_m, _cache, _batching, _draft,
         _bottleneck, _metrics, _dequant, _flips,
     ]  # fmt: skip
-    found = []
-    for number, row in enumerate(rows, 1):
-        question, answer, why = row(a)
-        found.append(
-            {"number": number, "question": question, "answer": answer, "why": why}
-        )
-    return found
+    keys = ("number", "question", "answer", "why")
+    return [dict(zip(keys, (i, *row(a)), strict=True)) for i, row in enumerate(rows, 1)]
 
 
 def section(a: Analysis) -> Section:
@@ -62,7 +55,8 @@ def _intensity(a: Analysis):
     return (
         question,
         DONE,
-        f"balance {a.balance:.0f}; decode {decode:.2g}, prefill {prefill:.3g} FLOP/byte",
+        f"balance {a.balance:.0f}; decode {number(decode)}, prefill "
+        f"{number(prefill)} FLOP/byte",
     )
 
 
@@ -71,7 +65,7 @@ def _split(a: Analysis):
     records = [
         r
         for r in kernels.table(a)
-        if r["phase"] == "decode" and r["operation"] != ATTENTION
+        if r["phase"] == "decode" and not r["operation"].startswith(ATTENTION)
     ]
     ours = [r for r in records if not r["kernel"].startswith("stock")]
     if not ours:
@@ -92,7 +86,7 @@ def _attention(a: Analysis):
     record = next(
         r
         for r in kernels.table(a)
-        if r["phase"] == "decode" and r["operation"] == ATTENTION
+        if r["phase"] == "decode" and r["operation"].startswith(ATTENTION)
     )
     if "2pass" in record["kernel"]:
         return (
@@ -179,9 +173,8 @@ def _dequant(a: Analysis):
     formats = {w.format.mode for w in a.shapes.weights}
     if formats == {"none"}:
         return question, DONE, "weights are plain: nothing to dequantise"
-    dense = step.ATTENTION not in formats and a.decode.rows <= MAX_M
     why = "in registers, inside the K loop; no buffer of plain weights is written"
-    if not dense:
+    if a.decode.rows > MAX_M:
         why = f"stock MLX serves M = {a.decode.rows}; its kernels dequantise in a tile"
     return question, DONE, why
 
@@ -192,13 +185,3 @@ def _flips(a: Analysis):
         DONE,
         f"{len(flips(a))} conditions in section 8",
     )
-
-
-def step_is_memory_bound(a: Analysis) -> bool | None:
-    """Whether a decode step as a whole is bound by bytes; None on an unknown chip."""
-    if a.balance is None:
-        return None
-    return bound(a.decode.flops, a.decode.bytes, a.chip).side == "memory"
-
-
-__all__ = ["answers", "section", "step_is_memory_bound", "ms"]

@@ -11,8 +11,10 @@ from ..roofline import kv_bytes, machine_balance
 from ..step import ATTENTION, Operation, Pass
 from .analysis import Analysis, grouped, side
 
-# A launch costs about this much: the seed's figure for a persistent-kernel decision.
+# A launch costs about this much ("Optimize Prefill Vs Decode Kernels", design rules).
 LAUNCH_US = 5.0
+# Matrices that read the same x and share a launch where all of them are alike.
+SIBLINGS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 # mlx 0.32, scaled_dot_product_attention.cpp: what its fused kernels take.
 _VECTOR_DIMS = (64, 96, 128, 192, 256)
 _FULL_DIMS = (64, 72, 80, 96, 128)
@@ -30,13 +32,14 @@ def table(analysis: Analysis) -> list[dict[str, Any]]:
 def _phase(analysis: Analysis, phase: str, forward: Pass) -> list[dict[str, Any]]:
     records = []
     for group, operations in grouped(forward.operations).items():
-        for members in _launches(group, operations):
+        launches = _launches(analysis, group, operations)
+        for members in launches:
             chosen = _choose(analysis, members)
             records.append(
                 {
                     "phase": phase,
-                    "operation": group,
-                    "M": members[0].problem.M if group != ATTENTION else None,
+                    "operation": _label(group, members, len(launches) > 1),
+                    "M": _rows(members[0].problem),
                     **chosen,
                     "bottleneck": bottleneck(analysis, members, chosen),
                 }
@@ -44,11 +47,51 @@ def _phase(analysis: Analysis, phase: str, forward: Pass) -> list[dict[str, Any]
     return records
 
 
-def _launches(group: str, operations: list[Operation]) -> list[list[Operation]]:
-    """Operations that one row shows: siblings of one format, others apart."""
-    if group == ATTENTION or len({o.count for o in operations}) > 1:
+def _label(group: str, members: list[Operation], part: bool) -> str:
+    """The group's name, and which part of it where it takes several rows."""
+    if group == ATTENTION:
+        window = members[0].problem.window
+        return f"{group} (window {window})" if window else group
+    names = ", ".join(o.name.split()[-1].removesuffix("_proj") for o in members)
+    return f"{group} ({names})" if part else group
+
+
+def _rows(problem: Matmul | Attention) -> int:
+    return problem.M if isinstance(problem, Matmul) else problem.q_len
+
+
+def _launches(
+    analysis: Analysis, group: str, operations: list[Operation]
+) -> list[list[Operation]]:
+    """Operations by the row that shows them: alike in format, count and plan."""
+    if group == ATTENTION:
         return [[o] for o in operations]
-    return [operations]
+    alike: dict[tuple, list[Operation]] = {}
+    for o in operations:
+        alike.setdefault((o.count, replace(o.problem, N=0)), []).append(o)
+    rows = []
+    for members in alike.values():
+        if _shared(members) or _refused(members):
+            rows.append(members)
+            continue
+        same: dict[Plan, list[Operation]] = {}
+        for o in members:
+            same.setdefault(plan(o.problem, analysis.chip), []).append(o)
+        rows += same.values()
+    return rows
+
+
+def _shared(members: list[Operation]) -> bool:
+    """Whether one launch computes all: siblings that patch joins."""
+    siblings = len(members) > 1 and {o.name for o in members} in SIBLINGS
+    return siblings and supports_shared(tuple(o.problem for o in members)) is None
+
+
+def _refused(members: list[Operation]) -> str | None:
+    """Why no kernel takes these products, or None."""
+    if members[0].name.startswith("expert"):
+        return "experts are 3-D weights (gather_qmm): kernels take one matrix"
+    return next((why for o in members if (why := supports(o.problem))), None)
 
 
 def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
@@ -56,24 +99,12 @@ def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
     if isinstance(first, Attention):
         kernel, why = mlx_attention(first, analysis)
         return _stock(kernel, why, members)
-    products = tuple(o.problem for o in members)
-    if members[0].name.startswith("expert"):
-        why = "experts are 3-D weights (gather_qmm): kernels take one matrix"
+    if (why := _refused(members)) is not None:
         return _stock("stock MLX", why, members)
-    refused = next((why for p in products if (why := supports(p))), None)
-    if refused:
-        return _stock("stock MLX", refused, members)
-    chip, launches = analysis.chip, members[0].count
-    if len(products) > 1 and supports_shared(products) is None:
-        return _ours(plan_shared(products, chip), launches)
-    plans = [plan(p, chip) for p in products]
-    record = _ours(plans[0], sum(o.count for o in members))
-    if len(set(plans)) > 1:
-        for key, values in (
-            ("tile", [_tile(p) for p in plans]),
-            ("split", [_split(p) for p in plans]),
-        ):
-            record[key] = " / ".join(dict.fromkeys(values))
+    if _shared(members):
+        chosen = plan_shared(tuple(o.problem for o in members), analysis.chip)
+        return _ours(chosen, members[0].count)
+    record = _ours(plan(first, analysis.chip), sum(o.count for o in members))
     if first.mode == "none":
         record["reason"] += (
             '; plain weights: served with patch(linear="all"), else stock'
@@ -105,12 +136,13 @@ def _ours(chosen: Plan, launches: int) -> dict[str, Any]:
 
 def _tile(p: Plan) -> str:
     own = p.simdgroups // p.k_simdgroups
-    return f"{p.rows * own} rows = {own} x {p.rows}"
+    return f"{p.rows * own} = {own} x {p.rows}"
 
 
 def _split(p: Plan) -> str:
-    inside = f"K/{p.k_simdgroups} in a threadgroup" if p.k_simdgroups > 1 else "none"
-    return f"{inside}, K/{p.splits} over them" if p.splits > 1 else inside
+    if p.splits > 1:
+        return f"{p.k_simdgroups} x {p.splits}"
+    return str(p.k_simdgroups) if p.k_simdgroups > 1 else "none"
 
 
 def mlx_attention(a: Attention, analysis: Analysis) -> tuple[str, str]:
@@ -134,12 +166,14 @@ def mlx_attention(a: Attention, analysis: Analysis) -> tuple[str, str]:
         if rows <= 32:
             why = f"head_dim {a.head_dim}"
         return "stock MLX (unfused)", f"{none_yet}; MLX's vector kernel refuses {why}"
-    two = a.k_len >= 1024 and chip.device_class in ("s", "d")
-    two = two or (a.k_len >= 4096 and group > 1)
+    # A cache with a sliding window holds no more keys than the window.
+    keys = min(a.k_len, (a.window or a.k_len) + a.q_len - 1)
+    two = keys >= 1024 and chip.device_class in ("s", "d")
+    two = two or (keys >= 4096 and group > 1)
     if two:
-        why = f"{none_yet}; MLX splits {a.k_len} keys over threadgroups and merges"
+        why = f"{none_yet}; MLX splits {keys} keys over threadgroups and merges"
         return "stock MLX sdpa_vector_2pass", why
-    why = f"{none_yet}; {a.k_len} keys: MLX uses one threadgroup a head"
+    why = f"{none_yet}; {keys} keys: MLX uses one threadgroup a head"
     return "stock MLX sdpa_vector", why
 
 
@@ -157,8 +191,8 @@ def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> st
     if us < LAUNCH_US:
         return f"launch ({us:.1f} us of work)"
     if where != "memory":
-        math = "FMA rate (no matrix units)" if ours else "compute"
-        return math if where == "compute" else f"{math} and bandwidth (knee)"
+        math = "FMA rate" if ours else "compute"
+        return math if where == "compute" else f"knee: {math} and bandwidth"
     if isinstance(members[0].problem, Attention):
         cache = sum(kv_bytes(o.problem) * o.count for o in members)
         return "KV traffic" if cache > moved / 2 else "activations"

@@ -86,7 +86,7 @@ def phases(a: Analysis) -> Section:
     ]
     traffic = [
         f"KV cache: {size(per_token)} a token and request ({o.kv_bits}-bit); at "
-        f"context {o.context} a step reads {size(decode.kv_bytes / o.batch)} a request, "
+        f"context {o.context} a step reads {size(decode.kv_bytes / o.batch)} each, "
         f"{size(decode.kv_bytes)} in all, beside {size(decode.weight_bytes)} of "
         f"weights: the cache is {share:.1%} of the two.",
         _crossings(a),
@@ -125,8 +125,8 @@ def _owner(a: Analysis) -> list[str]:
         f"(decode {share:.0%}). Bounds: prefill {ms(first)}, {o.tokens} steps of "
         f"{ms(one)} = {ms(o.tokens * one)}.",
         f"Rule of thumb: prefill 2 P N / peak = {ms(thumb)} with all "
-        f"{a.shapes.parameters / 1e9:.2f} G parameters; the bound above counts no math "
-        "for the embedding, one row of the head, active experts and attention.",
+        f"{a.shapes.parameters / 1e9:.2f} G parameters. The bound above leaves out the "
+        "embedding, takes one row of the head and active experts, and adds attention.",
     ]
 
 
@@ -180,7 +180,8 @@ def roofline(a: Analysis) -> Section:
             Lines(
                 [
                     f"Upper bounds: {o.batch / one:.1f} tok/s of decode in all at "
-                    f"batch {o.batch}, {o.prompt / a.prefill.seconds:.0f} tok/s of prefill."
+                    f"batch {o.batch}, {o.prompt / a.prefill.seconds:.0f} tok/s of "
+                    "prefill."
                 ]
             )
         )
@@ -212,8 +213,8 @@ def selection(a: Analysis) -> Section:
         Column("operation", "operation", left=True),
         Column("M", "M"),
         Column("kernel", "kernel", left=True),
-        Column("tile", "tile", left=True),
-        Column("split", "split", left=True),
+        Column("tile", "tile rows", left=True),
+        Column("split", "split of K", left=True),
         Column("launches", "launches"),
         Column("bottleneck", "expected bottleneck", left=True),
     ]
@@ -222,10 +223,17 @@ def selection(a: Analysis) -> Section:
         reasons.setdefault(r["reason"], []).append(f"{r['phase']} {r['operation']}")
     lines = [f"{', '.join(who)}: {why}." for why, who in reasons.items()]
     lines.append(
-        "A tile is output rows a threadgroup = simdgroups x rows each. A plan is what "
-        "the tables of mlx_phase say; a kernel serves only after it passed its check "
-        "on the machine."
+        "Tile rows: output rows of a threadgroup = simdgroups x rows of each. Split of "
+        "K: simdgroups of a threadgroup, x threadgroups, that share rows. The plan is "
+        "what the tables of mlx_phase say; a kernel serves only after it passed its "
+        "check on the machine."
     )
+    formats = {(w.operation, w.format) for w in a.shapes.weights}
+    if len(formats) > len({name for name, _ in formats}):
+        lines.append(
+            "Layers are quantised differently: a shared launch is shown only where all "
+            "layers are alike, and patch may join siblings in more of them."
+        )
     return Section(
         "3. Kernel selection", [Table("kernels", columns, records), Lines(lines)]
     )

@@ -9,7 +9,7 @@ from ..plan import MAX_M
 from .analysis import TILE_ROWS, Analysis
 from .blocks import Column, Lines, Section, Table
 from .kernels import exact_rows
-from .phases import ms, size
+from .phases import ms, number, size
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -53,8 +53,8 @@ def strategy(a: Analysis) -> tuple[str, list[str]]:
     """(chunked or separate, why), for the batch and the latency that are allowed."""
     o = a.options
     tiles = (
-        f"A chunk is a multiple of {TILE_ROWS} rows, the largest tile of MLX's GEMM and "
-        "attention, or the last tile of each chunk is partly empty"
+        f"A chunk is a multiple of {TILE_ROWS} rows, the largest tile of MLX's GEMM "
+        "and attention, or the last tile of each chunk is partly empty"
     )
     whole = stall(a, o.prompt)
     if whole is None:
@@ -143,8 +143,8 @@ def _chunks(a: Analysis, sizes: list[int]) -> Table:
     columns = [
         Column("chunk", "chunk"),
         Column("chunks", "chunks"),
-        Column("mixed_ms", "mixed step, ms", "{:.3g}"),
-        Column("prompt_ms", "whole prompt, ms", "{:.4g}"),
+        Column("mixed_ms", "mixed step, ms", number),
+        Column("prompt_ms", "whole prompt, ms", number),
         Column("over_whole", "against one pass", "{:.2f}x"),
         Column(
             "kept", f"within {a.options.itl_ms:g} ms", lambda k: "yes" if k else "no"
@@ -171,7 +171,7 @@ def _batches(a: Analysis) -> Table:
         )
     columns = [
         Column("batch", "batch"),
-        Column("step_ms", "step, ms", "{:.3g}"),
+        Column("step_ms", "step, ms", number),
         Column("kv_bytes", "cache read", size),
         Column("gain", "tok/s gain", "{:.1f}x"),
         Column("gain_without_cache", "gain without cache", "{:.1f}x"),
@@ -209,21 +209,15 @@ def drafts(a: Analysis) -> list[dict[str, Any]]:
     return found
 
 
-def published() -> list[dict[str, Any]]:
-    """Break-even acceptance of published small-M times, with a free draft."""
-    return [
-        {
-            "what": what,
-            "source": source,
-            "drafted": M - 1,
-            "M": M,
-            "cost_ratio": time / times[1],
-            "break_even": step.break_even(time / times[1], M - 1),
-        }
-        for what, source, times in PUBLISHED_COSTS
-        for M, time in times.items()
-        if M > 1
-    ]
+def _curve(what: str, source: str, times: dict[int, float]) -> str:
+    """A published cost curve, and its break-even with a draft that costs nothing."""
+    parts = []
+    for M, time in times.items():
+        at = step.break_even(time / times[1], M - 1)
+        shown = "never gains" if at is None else f"break-even {at:.0%}"
+        if M > 1:
+            parts.append(f"M = {M} costs {time / times[1]:.2f}x ({shown})")
+    return f"Published, {what} ({source}), free draft: {'; '.join(parts)}."
 
 
 def percent(value: float) -> str:
@@ -248,42 +242,34 @@ def speculation(a: Analysis) -> Section:
         Column("break_even", "break-even acceptance", percent),
         Column("expected_tokens", f"tokens a step at {o.acceptance:.0%}", "{:.2f}"),
         Column("speed_up", "speed-up at most", "{:.2f}x"),
-        Column("exact", "rows exact", lambda e: "yes" if e else "no"),
+        Column("exact", "products exact", lambda e: "yes" if e else "no"),
     ]
     costs = [(r["drafted"], r["cost_ratio"]) for r in records]
     k, gain = step.best_draft(costs, o.acceptance, o.draft_cost)
     lines = [
         "k drafted tokens are verified in one step of k + 1 rows a request (mlx-lm). "
-        "Weights are read once for all rows, so the bound grows with the cache's "
-        "queries and, far later, with math.",
-        f"Assumed, not measured: each draft accepted with {o.acceptance:.0%}, a drafted "
-        f"token costs {o.draft_cost:.2f} of a decode step (--acceptance, --draft-cost). "
-        f"Best of the table then: {k} drafted, {gain:.2f}x at most.",
-        f"Kernels: up to M = {MAX_M} the same decode kernel with fewer rows a simdgroup, "
-        "and the same split of K, so rows keep their bits; above, stock MLX serves.",
+        "Weights are read once for all rows, so the bound stays flat until math takes "
+        f"over: FMA up to M = {MAX_M}, where decode kernels serve, matrix units above.",
+        f"Assumed, not measured: each draft accepted with {o.acceptance:.0%}, a "
+        f"drafted token costs {o.draft_cost:.2f} of a decode step (--acceptance, "
+        f"--draft-cost). Best of the table then: {k} drafted, {gain:.2f}x at most.",
+        f"Kernels: up to M = {MAX_M} the same decode kernel with fewer rows a "
+        "simdgroup and the same split of K, so a product's rows keep their bits; "
+        "above, stock MLX. Its attention may split the cache otherwise for more rows.",
         "A dash is a break-even above 100 %: it never gains. Rejected drafts cost: "
         "measure acceptance on your own prompts before trusting a table.",
     ]
     if a.experts:
         lines.append(
-            "Experts: more rows reach more experts, so verification reads more weights; "
-            "the cost ratio counts it for even routing."
+            "Experts: more rows reach more experts, so verification reads more "
+            "weights; the cost ratio counts it for even routing."
         )
-    real = [
-        Column("what", "published times of M rows", left=True),
-        Column("M", "M"),
-        Column("cost_ratio", "cost / cost of 1 row", "{:.2f}"),
-        Column("break_even", "break-even, free draft", percent),
-        Column("source", "source", left=True),
-    ]
     name = "Cost curve of this model (bounds)"
     return Section(
         title,
         [
             Lines(lines),
             Table("drafts", columns, records, name),
-            Table(
-                "published", real, published(), "What others measured, not this model"
-            ),
+            Lines([_curve(*row) for row in PUBLISHED_COSTS]),
         ],
     )

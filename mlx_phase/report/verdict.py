@@ -8,10 +8,10 @@ from typing import Any
 from .. import step
 from ..chip import lookup
 from ..plan import MAX_M, split_k, supports
-from ..problem import Attention, Matmul
+from ..problem import Matmul
 from .analysis import Analysis
 from .blocks import Column, Lines, Section, Table
-from .phases import ms, size
+from .phases import ms, number, size
 from .serving import up
 
 # Chips that show how the choices move with bandwidth and with matrix hardware.
@@ -29,22 +29,22 @@ def trade_offs(a: Analysis) -> Section:
     sizes[16] = active * 2
     listed = ", ".join(f"{size(n)} at {bits} bits" for bits, n in sizes.items())
     lines.append(
-        f"Bits against accuracy: a token reads {size(one.weight_bytes)} of weights now; "
-        f"affine g64 would be {listed}. Prefill gains nothing from fewer bits once it "
-        "is compute-bound, so a prefill benchmark alone would call them useless."
+        f"Bits against accuracy: a token reads {size(one.weight_bytes)} of weights "
+        f"now; affine g64 would be {listed}. Prefill gains nothing from fewer bits "
+        "once it is compute-bound: a prefill benchmark alone would call them useless."
     )
     eight = a.step(1, batch=8)
     if one.seconds and eight.seconds:
         gain = 8 * one.seconds / eight.seconds
         lines.append(
-            f"Throughput against latency: 8 requests give up to {gain:.1f}x the tokens "
-            f"of one, and each waits {eight.seconds / one.seconds:.2f}x as long for its "
-            "own; a prompt that is read in between adds its whole chunk."
+            f"Throughput against latency: 8 requests give up to {gain:.1f}x the "
+            f"tokens of one, and each waits {eight.seconds / one.seconds:.2f}x as long "
+            "for its own; a prompt that is read in between adds its whole chunk."
         )
     lines.append(
-        f"Exact rows against freedom: up to M = {MAX_M} a row's sum does not depend on "
-        "M, so verification gives the bits of plain decoding; the price is that K is "
-        "split alike for every M, even where fewer rows would like another split."
+        f"Exact rows against freedom: up to M = {MAX_M} a product's row does not "
+        "depend on M, so verifying gives it the bits of plain decoding; the price is "
+        "that K is split alike for every M, where some M would like another split."
     )
     if o.draft:
         lines.append(
@@ -58,7 +58,9 @@ def trade_offs(a: Analysis) -> Section:
 def measures(a: Analysis) -> Section:
     """Output 7: what would show whether the choices hold."""
     o = a.options
-    bench = f"python -m mlx_phase.bench --model {a.name}"
+    # The bench needs weights: a config alone names no model it could load.
+    model = "MODEL" if a.name.endswith(".json") else a.name
+    bench = f"python -m mlx_phase.bench --model {model}"
     lengths = sorted({512, o.prompt, 4 * o.prompt})
     lines = [
         "Time to first token and inter-token latency apart, p50 and p99, never one "
@@ -98,9 +100,9 @@ def flips(a: Analysis) -> list[str]:
         found.append(
             "Longer context: "
             + (
-                f"from {context} cached tokens a request (batch {o.batch}) a step reads "
-                "more cache than weights; tune attention and quantise the cache then, "
-                "not the products."
+                f"from {context} cached tokens a request (batch {o.batch}) a step "
+                "reads more cache than weights; tune attention and quantise the cache "
+                "then, not the products."
                 if context
                 else "sliding windows keep the cache below the weights at any length."
             )
@@ -108,14 +110,21 @@ def flips(a: Analysis) -> list[str]:
     if a.knee_rows:
         found.append(
             f"Rows: from M = {a.knee_rows} every product of the layers is "
-            f"compute-bound. A prompt (or chunk) below that is bound by reading weights, "
-            f"and a batch or draft above it has no free rows left; chunks of "
+            "compute-bound. A prompt (or chunk) below that is bound by reading "
+            "weights, and a batch or draft above it has no free rows left; chunks of "
             f"{up(a.knee_rows)} are safe."
         )
-    elif a.balance is not None and a.experts:
+        if a.experts:
+            found[-1] += (
+                f" Each of {shapes.experts} experts sees only "
+                f"{shapes.active_experts / shapes.experts:.1%} of the rows."
+            )
+    fma = step.compute_bound_rows(shapes, a.fma_chip(0))
+    if fma and fma <= MAX_M and (a.knee_rows or 0) > MAX_M:
         found.append(
-            "Rows: with experts each of them sees few rows, so products stay "
-            "memory-bound far longer than in a dense model."
+            f"Matrix units: decode kernels use none, so from M = {fma} of {MAX_M} they "
+            f"are bound by FMA; a kernel on the matrix units is not below M = "
+            f"{a.knee_rows}. Let the tuner race stock there."
         )
     rows = MAX_M // o.batch
     found.append(
@@ -129,7 +138,7 @@ def flips(a: Analysis) -> list[str]:
             f"Longer prompt: from {crossover} tokens attention is half of prefill's "
             "math; then a faster attention matters more than a faster GEMM."
         )
-    if a.chip.arch.startswith("applegpu"):
+    if a.chip.arch.startswith("applegpu") and group <= 32:
         found.append(
             f"Stock attention: MLX's vector kernel takes at most 32 query rows a kv "
             f"head, so with {group} heads a kv head up to {32 // group} rows of one "
@@ -199,16 +208,9 @@ def flip_section(a: Analysis) -> Section:
         Column("chip", "chip", left=True),
         Column("bandwidth_gbs", "GB/s", "{:g}"),
         Column("balance", "FLOP/byte", "{:.0f}"),
-        Column("prefill_ms", "prefill, ms", "{:.4g}"),
-        Column("step_ms", "decode step, ms", "{:.3g}"),
+        Column("prefill_ms", "prefill, ms", number),
+        Column("step_ms", "decode step, ms", number),
         Column("knee_rows", "compute-bound from M"),
     ]
     table = Table("chips", columns, others(a), "The same request elsewhere (bounds)")
     return Section("8. What would flip a choice", [Lines(flips(a)), table])
-
-
-def narrow_attention(a: Analysis) -> Attention:
-    """The attention of a decode step's first kind of layer."""
-    return next(
-        o.problem for o in a.decode.operations if isinstance(o.problem, Attention)
-    )

@@ -1,0 +1,117 @@
+"""The kernel table of the report against plan and the rules of stock MLX."""
+
+import pytest
+from report_case import MOE, analysis, rows
+
+from mlx_phase.model_config import config_of
+from mlx_phase.plan import plan, plan_shared, supports
+from mlx_phase.problem import Matmul
+from mlx_phase.report import verdict
+
+
+@pytest.mark.parametrize("chip", ["h200", "m1", "m3-ultra"])
+def test_decode_kernels_are_those_of_the_plan(chip):
+    a = analysis(chip=chip)
+    qkv = tuple(Matmul(1, n, 4096) for n in (4096, 1024, 1024))
+    for operation, p in (
+        ("QKV", plan_shared(qkv, a.chip)),
+        ("output", plan(Matmul(1, 4096, 4096), a.chip)),
+        ("gate/up", plan_shared((Matmul(1, 14336, 4096),) * 2, a.chip)),
+        ("down", plan(Matmul(1, 4096, 14336), a.chip)),
+        ("head", plan(Matmul(1, 128256, 4096), a.chip)),
+    ):
+        (row,) = rows(a, "decode", operation)
+        own = p.simdgroups // p.k_simdgroups
+        assert row["kernel"] == p.kernel
+        assert row["tile"] == f"{own * p.rows} = {own} x {p.rows}"
+        assert row["split"] == (str(p.k_simdgroups) if p.k_simdgroups > 1 else "none")
+        assert row["reason"] == p.reason and row["exact"]
+
+
+def test_a_split_over_threadgroups_costs_a_second_launch():
+    a = analysis(MOE, "m3-ultra")
+    product = Matmul(1, 128, 2048)
+    (row,) = rows(a, "decode", "router")
+    p = plan(product, a.chip)
+    assert row["split"] == (
+        f"{p.k_simdgroups} x {p.splits}" if p.splits > 1 else str(p.k_simdgroups)
+    )
+    assert row["launches"] == 48 * (2 if p.splits > 1 else 1)
+    assert row["bottleneck"].startswith("launch")
+
+
+def test_what_no_kernel_takes_is_stock_with_the_reason_of_supports():
+    a = analysis(batch=20)
+    (row,) = rows(a, "decode", "down")
+    assert row["kernel"] == "stock MLX" and not row["exact"]
+    assert row["reason"] == supports(Matmul(20, 4096, 14336))
+    (row,) = rows(a, "prefill", "gate/up")
+    assert row["reason"] == supports(Matmul(2048, 14336, 4096))
+    for row in rows(analysis(MOE), "decode", "expert down"):
+        assert row["kernel"] == "stock MLX" and "3-D" in row["reason"]
+
+
+def test_plain_weights_need_linear_all():
+    (row,) = rows(analysis("llama-8b:bits=16"), "decode", "down")
+    assert row["kernel"] == "gemv" and 'linear="all"' in row["reason"]
+
+
+@pytest.mark.parametrize(
+    "chip, options, kernel",
+    [
+        ("m4-max", {}, "stock MLX sdpa_vector_2pass"),
+        ("m4", {}, "stock MLX sdpa_vector"),
+        ("m4", {"context": 4096}, "stock MLX sdpa_vector_2pass"),
+        ("m4-max", {"context": 100}, "stock MLX sdpa_vector"),
+        ("m4-max", {"kv_bits": 8}, "stock MLX (quantized matmuls)"),
+        ("h200", {}, "stock MLX"),
+    ],
+)
+def test_stock_attention_as_mlx_chooses_it(chip, options, kernel):
+    (row,) = rows(analysis(chip=chip, **options), "decode", "attention")
+    assert row["kernel"] == kernel
+    assert "no attention kernel yet" in row["reason"]
+
+
+def test_mixed_formats_share_only_where_all_siblings_are_alike():
+    q = {"group_size": 64, "bits": 4}
+    q["model.layers.0.self_attn.v_proj"] = {"group_size": 64, "bits": 6}
+    found = rows(analysis({**MOE, "quantization": q}), "decode", "QKV")
+    assert {r["kernel"] for r in found} == {"qmv"}
+    assert [r["operation"] for r in found] == [f"QKV ({name})" for name in "qkvv"]
+    assert [r["launches"] for r in found] == [48, 48, 1, 47]
+
+
+def test_a_window_bounds_the_keys_that_stock_attention_sees():
+    types = ["sliding_attention", "full_attention"] * 16
+    llama = config_of("llama-8b").config
+    a = analysis({**llama, "sliding_window": 512, "layer_types": types})
+    full, windowed = rows(a, "decode", "attention")
+    assert full["operation"] == "attention"
+    assert full["kernel"].endswith("2pass") and full["launches"] == 16
+    assert windowed["operation"] == "attention (window 512)"
+    assert windowed["kernel"] == "stock MLX sdpa_vector"
+    assert "512 keys" in windowed["reason"]
+
+
+def test_many_draft_rows_leave_the_vector_kernel():
+    # 8 heads a kv head: 4 rows are 32, 5 are not.
+    four, five = (
+        rows(analysis(MOE, draft=k), "verify", "attention")[0] for k in (3, 4)
+    )
+    assert four["kernel"].endswith("2pass") and "unfused" in five["kernel"]
+    assert "5 x 8 heads" in five["reason"]
+
+
+def test_bottlenecks_follow_the_roofline():
+    a = analysis(chip="h100-sxm", prompt=2000, batch=64, context=2000)
+    assert rows(a, "prefill", "down")[0]["bottleneck"] == "compute"
+    assert rows(a, "decode", "attention")[0]["bottleneck"] == "KV traffic"
+    # Decode kernels use no matrix units: 16 rows of 4 bits are too much for FMA.
+    a = analysis(chip="m5-max", draft=15)
+    assert rows(a, "decode", "down")[0]["bottleneck"] == "weight bandwidth"
+    assert rows(a, "verify", "down")[0]["bottleneck"] == "FMA rate"
+    assert "Matrix units" in " ".join(verdict.flips(a))
+    assert rows(analysis("tiny"), "decode", "down")[0]["bottleneck"].startswith(
+        "launch"
+    )
