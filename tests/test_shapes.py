@@ -150,6 +150,9 @@ def test_experts_reached_by_many_rows():
     two = {op: p for op, p, _ in matmuls(shapes, 2)}["expert up_proj"]
     # Two tokens share few of 64 experts: 64 (1 - (60/64)^2) = 7.75.
     assert (two.M, two.batch) == (1, 8)
+    some = {op: p for op, p, _ in matmuls(shapes, 16)}["expert up_proj"]
+    # 64 uses of 41 experts: 1.56 rows each, rounded up.
+    assert (some.M, some.batch) == (2, 41)
 
 
 def test_prefill_needs_one_row_of_the_head():

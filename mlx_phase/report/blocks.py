@@ -65,7 +65,7 @@ def show(console: Console, sections: Sequence[Section]) -> None:
         console.print(f"\n[bold underline]{escape(section.title)}[/]")
         for block in section.blocks:
             if isinstance(block, Table):
-                console.print(_rich(block))
+                console.print(_rich(block, console.width))
                 continue
             for line in block.items:
                 _line(console, line, block.bullets)
@@ -84,14 +84,34 @@ def _line(console: Console, line: str, bullet: bool) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rich(table: Table) -> RichTable:
+def _rich(table: Table, width: int) -> RichTable:
     shown = RichTable(title=escape(table.title) or None, title_justify="left")
-    for column in table.columns:
-        side = "left" if column.left else "right"
-        shown.add_column(escape(column.head), justify=side, overflow="fold")
+    for column, cells in zip(table.columns, _widths(table, width), strict=True):
+        shown.add_column(
+            escape(column.head),
+            justify="left" if column.left else "right",
+            overflow="fold",
+            width=cells,
+        )
     for record in table.records:
         shown.add_row(*(escape(column.show(record)) for column in table.columns))
     return shown
+
+
+def _widths(table: Table, width: int) -> list[int | None]:
+    """Widths of the columns that break lines between words alone; None: no way."""
+    texts = [[c.head, *(c.show(r) for r in table.records)] for c in table.columns]
+    whole = [max(map(len, column)) for column in texts]
+    words = [max(len(w) for t in column for w in t.split() or [""]) for column in texts]
+    # Each column has a border and two blanks, and the table a last border.
+    spare = width - sum(words) - 3 * len(words) - 1
+    if spare < 0:
+        return [None] * len(words)
+    found = list(words)
+    for i in sorted(range(len(words)), key=lambda i: whole[i] - words[i]):
+        found[i] += min(whole[i] - words[i], spare)
+        spare -= found[i] - words[i]
+    return found
 
 
 def markdown(sections: Sequence[Section]) -> str:

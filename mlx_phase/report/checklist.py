@@ -88,7 +88,7 @@ def _attention(a: Analysis):
         for r in kernels.table(a)
         if r["phase"] == "decode" and r["operation"].startswith(ATTENTION)
     )
-    if "2pass" in record["kernel"]:
+    if "2-pass" in record["kernel"]:
         return (
             "Decode attention splits the cache and merges with LSE?",
             DONE,

@@ -115,8 +115,8 @@ def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
 def _stock(kernel: str, why: str, members: list[Operation]) -> dict[str, Any]:
     return {
         "kernel": kernel,
-        "tile": "MLX's own",
-        "split": "MLX's own",
+        "tile": None,
+        "split": None,
         "launches": sum(o.count for o in members),
         "exact": False,
         "reason": why,
@@ -136,12 +136,12 @@ def _ours(chosen: Plan, launches: int) -> dict[str, Any]:
 
 def _tile(p: Plan) -> str:
     own = p.simdgroups // p.k_simdgroups
-    return f"{p.rows * own} = {own} x {p.rows}"
+    return f"{own}x{p.rows}"
 
 
 def _split(p: Plan) -> str:
     if p.splits > 1:
-        return f"{p.k_simdgroups} x {p.splits}"
+        return f"{p.k_simdgroups}x{p.splits}"
     return str(p.k_simdgroups) if p.k_simdgroups > 1 else "none"
 
 
@@ -172,7 +172,7 @@ def mlx_attention(a: Attention, analysis: Analysis) -> tuple[str, str]:
     two = two or (keys >= 4096 and group > 1)
     if two:
         why = f"{none_yet}; MLX splits {keys} keys over threadgroups and merges"
-        return "stock MLX sdpa_vector_2pass", why
+        return "stock MLX sdpa_vector, 2-pass", why
     why = f"{none_yet}; {keys} keys: MLX uses one threadgroup a head"
     return "stock MLX sdpa_vector", why
 

@@ -154,7 +154,7 @@ def roofline(a: Analysis) -> Section:
         Column("operation", "operation", left=True),
         Column("flops", "GFLOP", lambda f: number(f / 1e9)),
         Column("bytes", "MB", lambda b: number(b / 1e6)),
-        Column("intensity", "FLOP/byte", number),
+        Column("intensity", "FLOP/B", number),
         Column("side", "bound", left=True),
         Column("us", "at least", lambda us: ms(us / 1e6)),
         Column("share", "share", "{:.0%}"),
@@ -213,20 +213,20 @@ def selection(a: Analysis) -> Section:
         Column("operation", "operation", left=True),
         Column("M", "M"),
         Column("kernel", "kernel", left=True),
-        Column("tile", "tile rows", left=True),
-        Column("split", "split of K", left=True),
-        Column("launches", "launches"),
-        Column("bottleneck", "expected bottleneck", left=True),
+        Column("tile", "tile", left=True),
+        Column("split", "split", left=True),
+        Column("launches", "calls"),
+        Column("bottleneck", "bound by", left=True),
     ]
     reasons: dict[str, list[str]] = {}
     for r in records:
         reasons.setdefault(r["reason"], []).append(f"{r['phase']} {r['operation']}")
     lines = [f"{', '.join(who)}: {why}." for why, who in reasons.items()]
     lines.append(
-        "Tile rows: output rows of a threadgroup = simdgroups x rows of each. Split of "
-        "K: simdgroups of a threadgroup, x threadgroups, that share rows. The plan is "
-        "what the tables of mlx_phase say; a kernel serves only after it passed its "
-        "check on the machine."
+        "Stock MLX chooses its own tile and split, shown as a dash. Tile: simdgroups "
+        "of a threadgroup x rows of each. Split: simdgroups (x threadgroups) that "
+        "share the K of a row. The plan is what the tables of mlx_phase say; a kernel "
+        "serves only after it passed its check on the machine."
     )
     formats = {(w.operation, w.format) for w in a.shapes.weights}
     if len(formats) > len({name for name, _ in formats}):
@@ -235,5 +235,11 @@ def selection(a: Analysis) -> Section:
             "layers are alike, and patch may join siblings in more of them."
         )
     return Section(
-        "3. Kernel selection", [Table("kernels", columns, records), Lines(lines)]
+        "3. Kernel selection",
+        [
+            Table(
+                "kernels", columns, records, "Kernels, and their expected bottleneck"
+            ),
+            Lines(lines),
+        ],
     )

@@ -174,10 +174,11 @@ def _split_flip(a: Analysis) -> list[str]:
     wide = step.first(lambda n: split_k(replace(p, N=n), a.chip) == least, 1 << 20)
     if wide is None or wide <= 1:
         return []
-    now = "is split" if p.N < wide else "is not split further"
+    now = "would be split" if p.N < wide else "would not be"
     return [
         f"Narrower matrices: on {a.chip.gpu_cores} cores a product of K = {p.K} splits "
-        f"K among simdgroups below N = {wide}; the narrowest here, N = {p.N}, {now}."
+        f"K among simdgroups below N = {wide}; the narrowest here, N = {p.N}, {now} on "
+        "its own. Siblings in one launch count together."
     ]
 
 
