@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -14,6 +15,8 @@ from ..predict import SHARE
 from .compare_table import Interval, Line, Same, Speed, Table
 
 JSON_SCHEMA = 1
+# Columns of a terminal from which intervals have room.
+WIDE = 120
 
 
 def number(value: float | None) -> str:
@@ -85,8 +88,11 @@ def sources(table: Table) -> tuple[list[str], dict[Line, str]]:
     return texts, marks
 
 
-def cells(table: Table) -> tuple[list[str], list[list[str]]]:
-    """(headers, rows of text) without the columns that nobody fills."""
+def cells(table: Table, short: bool = False) -> tuple[list[str], list[list[str]]]:
+    """(headers, rows of text) without the columns that nobody fills.
+
+    ``short`` leaves out the intervals of predictions and shortens headers.
+    """
     _, marks = sources(table)
     columns = [
         ("chip", lambda line: line.chip.name),
@@ -100,11 +106,19 @@ def cells(table: Table) -> tuple[list[str], list[list[str]]]:
     ]
     columns.append(("source", lambda line: marks[line]))
     rows = [[cell(line) for _, cell in columns] for line in table.lines]
+    if short:
+        rows = [[row[0], *(text.split(" (")[0] for text in row[1:])] for row in rows]
+        names = {"published": "publ.", "predicted": "pred."}
+        columns = [(_renamed(head, names), cell) for head, cell in columns]
     return [head for head, _ in columns], rows
 
 
-def explanations(table: Table) -> list[str]:
-    """Sentences that say what the columns are."""
+def _renamed(head: str, names: Mapping[str, str]) -> str:
+    return " ".join(names.get(word, word) for word in head.split(" "))
+
+
+def explanations(table: Table, short: bool = False) -> list[str]:
+    """Sentences that say what the columns are; ``short``: they hold no intervals."""
     said = []
     basis = "measured" if table.measured else "published"
     if table.measured and table.published:
@@ -115,10 +129,14 @@ def explanations(table: Table) -> list[str]:
             text += " (of the published one where nothing was measured)"
         said.append(f"{text}, over the marketed bandwidth.")
     if any(line.predicted for line in table.lines):
-        text = (
-            "Predicted figures were not measured; the interval in brackets held "
-            f"{100 * SHARE:.0f} % of the published rows."
-        )
+        text = "Predicted figures were not measured"
+        if short:
+            text += " (their intervals: --json, --markdown or a wider terminal)."
+        else:
+            text += (
+                f"; the interval in brackets held {100 * SHARE:.0f} % of the published "
+                "rows."
+            )
         if any(line.predicted and line.published for line in table.lines):
             text += " Beside a published speed, the fit had no row of that chip."
         said.append(text)
@@ -133,14 +151,22 @@ def caption(table: Table) -> str:
 
 def terminal(console: Console, table: Table) -> None:
     """Print one comparison."""
-    heads, rows = cells(table)
-    grid = RichTable(title=escape(caption(table)), title_justify="left")
+    short = console.width < WIDE
+    heads, rows = cells(table, short)
+    grid = RichTable(
+        title=escape(caption(table)),
+        title_justify="left",
+        box=None if short else box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0) if short else (0, 1),
+    )
     for index, head in enumerate(heads):
-        grid.add_column(head, justify="left" if index == 0 else "right")
+        side = "left" if index == 0 else "right"
+        grid.add_column(head, justify=side, overflow="fold")
     for row in rows:
         grid.add_row(*(escape(cell) for cell in row))
     console.print(grid)
-    for text in explanations(table):
+    for text in explanations(table, short):
         console.print(text, markup=False, highlight=False)
     for index, text in enumerate(sources(table)[0], 1):
         console.print(f"[{index}] {text}", markup=False, highlight=False)
