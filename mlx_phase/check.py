@@ -15,6 +15,7 @@ import numpy as np
 
 from .executor import ExecutorError
 from .launch.matmul import device_chip, narrow_loads, prepare, prepare_shared
+from .layers import forget_routes
 from .ops import Problems, disable, prepare_again, variant
 from .plan import Plan, plan, plan_shared
 from .problem import Matmul
@@ -134,6 +135,8 @@ def _run(problems: Problems, chosen: Plan) -> float:
     if not _same(_evaluate(problems, chosen, moved, arrays), outs):
         narrow_loads(True)
         prepare_again()
+        # Traced calls hold the old launch.
+        forget_routes()
         outs = _evaluate(problems, chosen, x, arrays)
         if not _same(_evaluate(problems, chosen, moved, arrays), outs):
             return float("inf")

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from . import check as checks
 from . import ops
 from .executor import executor_name
-from .layers import PhaseQuantizedLinear, join
+from .layers import PhaseQuantizedLinear, adopted, join, part
 from .parents import adopt_parent, adopted_parent, is_pure, release_parent
 from .patch_report import Report
 from .plan import supports_shared
@@ -27,6 +27,8 @@ def fuse(
     ``problems`` maps id(drop-in) to what it computes for M = 1. The report counts both.
     """
     verdicts: dict[tuple[Matmul, ...], bool] = {}
+    joined: list[tuple[tuple[str, ...], list[nn.Module]]] = []
+    chains: list[nn.Module] = []
     for parent in modules:
         kind = parent._stock if adopted_parent(parent) else type(parent)
         for names in NAMES:
@@ -39,20 +41,28 @@ def fuse(
             if group not in verdicts:
                 verdicts[group] = _passes(report, group, check)
             if verdicts[group]:
-                join(members)
-                report.shared[" + ".join(names)] += 1
+                joined.append((names, members))
         # The CPU executor cannot be traced.
         if executor_name() != "cpu" and _chains(parent, kind, problems):
             report.traced[kind.__name__] += 1
-            if not adopted_parent(parent):
-                adopt_parent(parent, list(parent.children().values()))
+            chains.append(parent)
+    # The checks above can be interrupted, so changes come last. What an earlier patch
+    # made goes first: it may not be wanted any more.
+    unfuse(modules)
+    for names, members in joined:
+        join(members)
+        report.shared[" + ".join(names)] += 1
+    for parent in chains:
+        adopt_parent(parent, list(parent.children().values()))
 
 
 def unfuse(modules: Iterable[nn.Module]) -> None:
-    """Give traced parents their class back; siblings end with their layers."""
+    """Give traced parents their class back and have siblings compute alone."""
     for module in modules:
         if adopted_parent(module):
             release_parent(module)
+        elif adopted(module):
+            part(module)
 
 
 def _fits(m: object, problems: dict[int, Matmul]) -> bool:

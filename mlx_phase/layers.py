@@ -23,18 +23,14 @@ MAX_CACHED = 64
 _BOUND: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-class Routes(dict):
-    """Routes by (shape, dtype) of x; a copy or pickle of a layer starts empty."""
-
-    def __reduce__(self):
-        # Routes hold functions, and mx.Dtype cannot be pickled.
-        return Routes, ()
+# What `adopt`, `join` and the layer itself keep beside the parameters.
+_OWN = ("_routes", "_train", "_siblings", "_sibling", "_joined", "_owner")
 
 
 class _Phase:
     """What the drop-ins share: routes by (shape, dtype) of x, kept off the params."""
 
-    _routes: Routes
+    _routes: dict[tuple, Bound]
     _siblings: Siblings | None = None
     _sibling: int = 0
     _joined: Siblings | None = None
@@ -77,6 +73,21 @@ class _Phase:
         super().__setitem__(key, value)
         self._forget()
 
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._forget()
+
+    def pop(self, *args):
+        # nn.Module also calls it for each plain attribute that is set.
+        value = super().pop(*args)
+        self._forget()
+        return value
+
+    def __getstate__(self) -> dict:
+        # A copy (also copy.copy) or pickle is on its own and binds its own weights.
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
+        return state | {"_routes": {}, "_train": self._train}
+
     def _set_training_mode(self, mode: bool) -> None:
         super()._set_training_mode(mode)
         object.__setattr__(self, "_train", bool(mode))
@@ -87,7 +98,7 @@ class _Phase:
         # Unpickling sets items before attributes.
         self.__dict__.get("_routes", {}).clear()
         if self._joined is not None:
-            self._joined.bound.clear()
+            self._joined.forget()
         if self._owner is not None:
             self._owner.clear()
 
@@ -177,7 +188,7 @@ def adopt(layer: nn.Module) -> None:
     """Swap a stock layer's class for its drop-in (exact types only)."""
     kind = (QUANTIZED | PLAIN)[type(layer)]
     # Not a module item: those are parameters and children.
-    object.__setattr__(layer, "_routes", Routes())
+    object.__setattr__(layer, "_routes", {})
     try:
         layer.__class__ = kind
     except TypeError:
@@ -195,8 +206,11 @@ def forget_routes() -> None:
 
 def release(layer: nn.Module) -> None:
     """Give a drop-in its stock class back; its arrays were never touched."""
+    part(layer)
+    # Traces of its parent hold its weights and would not hear of new ones.
+    layer._forget()
     layer.__class__ = STOCK[type(layer)]
-    for name in ("_routes", "_train", "_siblings", "_sibling", "_joined", "_owner"):
+    for name in _OWN:
         layer.__dict__.pop(name, None)
 
 
@@ -207,3 +221,9 @@ def join(members: list[nn.Module]) -> None:
         object.__setattr__(m, "_joined", siblings)
         object.__setattr__(m, "_siblings", None if m._train else siblings)
         object.__setattr__(m, "_sibling", i)
+
+
+def part(layer: nn.Module) -> None:
+    """End the launches that a drop-in shares, for its siblings too."""
+    if layer._joined is not None:
+        layer._joined.separate()

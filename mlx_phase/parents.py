@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import weakref
 from collections.abc import Callable
-from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,13 +27,6 @@ _ALLOWED = (
     ast.unaryop, ast.Constant, ast.Load, ast.Store, ast.Tuple, ast.Subscript,
     ast.keyword, ast.Slice,
 )  # fmt: skip
-
-
-class Traces(dict):
-    """Traced calls by (shape, dtype) of x; a copy or pickle starts empty."""
-
-    def __reduce__(self):
-        return Traces, ()
 
 
 def is_pure(kind: type) -> bool:
@@ -54,8 +47,8 @@ def is_pure(kind: type) -> bool:
         return False
     own = args.args[0].arg
     body = [n for statement in function.body for n in ast.walk(statement)]
-    stored = [t for n in body if isinstance(n, ast.Assign) for t in n.targets]
-    if any(isinstance(n, ast.Attribute | ast.Subscript) for n in stored):
+    places = [n for n in body if isinstance(n, ast.Attribute | ast.Subscript)]
+    if any(isinstance(n.ctx, ast.Store) for n in places):
         return False
     random = any(isinstance(n, ast.Attribute) and n.attr == "random" for n in body)
     uses_self = any(isinstance(n, ast.Name) and n.id == own for n in body)
@@ -65,7 +58,7 @@ def is_pure(kind: type) -> bool:
 class _Parent:
     """Mixed into a parent's class by :func:`adopt_parent`."""
 
-    _traces: Traces
+    _traces: dict[tuple, tuple[Callable, list[Route]]]
     _stock: type
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -87,21 +80,44 @@ class _Parent:
         if "_stock" in self.__dict__:
             release_parent(self)
 
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._traces.clear()
+
+    def pop(self, *args):
+        # nn.Module also calls it for each plain attribute that is set.
+        value = super().pop(*args)
+        self._traces.clear()
+        return value
+
     def _trace(self, x: mx.array) -> tuple[Callable, list[Route]] | None:
         if x.size > MAX_M * x.shape[-1] or 0 in x.shape:
             return None
+        layers = self.children().values()
+        if any(m.__dict__.get("_owner") is not self._traces for m in layers):
+            # New weights would not end the trace: a layer went back to stock, or
+            # another parent has it too.
+            return None
+        stock, me = self._stock, weakref.ref(self)
+
+        def call_stock(x: mx.array) -> mx.array:
+            # Weak: a model that is dropped frees its memory at once.
+            return stock.__call__(me(), x)
+
         # The first call binds the layers and shows who serves.
         with counted() as routes:
             self._stock.__call__(self, x)
         if not routes or any(r.launch is None for r in routes):
             # Remembered, since counting is slow: from now on the layers decide.
-            self._traces[x.shape, x.dtype] = partial(self._stock.__call__, self), []
+            self._traces[x.shape, x.dtype] = call_stock, []
             return None
-        call = mx.compile(lambda x: self._stock.__call__(self, x))
-        # Tracing counts once more; from then on the routes are counted here.
-        with counted():
-            call(x)
-        trace = self._traces[x.shape, x.dtype] = call, routes
+
+        def traced(x: mx.array) -> mx.array:
+            # Runs once a stream. Calls are counted in __call__, so not here.
+            with counted():
+                return call_stock(x)
+
+        trace = self._traces[x.shape, x.dtype] = mx.compile(traced), routes
         return trace
 
     def __reduce_ex__(self, protocol):
@@ -133,7 +149,7 @@ def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
     stock = type(parent)
     if stock not in _KINDS:
         _KINDS[stock] = type(stock.__name__, (_Parent, stock), {})
-    traces = Traces()
+    traces: dict = {}
     object.__setattr__(parent, "_traces", traces)
     object.__setattr__(parent, "_stock", stock)
     for layer in layers:

@@ -21,6 +21,7 @@ from .executor import executor_name
 from .fuse import fuse, launches, unfuse
 from .launch.matmul import device_chip
 from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, release
+from .parents import adopted_parent
 from .patch_report import Layer, Report, Unpatched
 from .plan import MAX_M, supports
 from .problem import Matmul
@@ -189,10 +190,14 @@ def patch(
         else:
             report.replaced.append(layer)
             chosen.append(m)
-    _swap(chosen)
-    problems = {id(m): p for _, m, p in todo if adopted(m)}
-    fuse(report, [m for _, m in modules], problems, bool(check))
-    report.launches = launches([m for _, m in modules], problems)
+    swapped = _swap(chosen)
+    try:
+        problems = {id(m): p for _, m, p in todo if adopted(m)}
+        fuse(report, [m for _, m in modules], problems, bool(check))
+        report.launches = launches([m for _, m in modules], problems)
+    except BaseException:
+        _release(swapped)
+        raise
     return report
 
 
@@ -224,8 +229,8 @@ def _note_mixed(report: Report, todo, activations: mx.Dtype) -> None:
         )
 
 
-def _swap(layers: list[nn.Module]) -> None:
-    """Adopt all layers or, if one cannot be, none."""
+def _swap(layers: list[nn.Module]) -> list[nn.Module]:
+    """Adopt all layers or, if one cannot be, none; gives those that were stock."""
     done: list[nn.Module] = []
     try:
         for m in layers:
@@ -234,9 +239,14 @@ def _swap(layers: list[nn.Module]) -> None:
                 done.append(m)
     except BaseException:
         # Also on KeyboardInterrupt: never leave a model half patched.
-        for m in done:
-            release(m)
+        _release(done)
         raise
+    return done
+
+
+def _release(layers: list[nn.Module]) -> None:
+    for m in layers:
+        release(m)
 
 
 def unpatch(model: nn.Module) -> Unpatched:
@@ -249,8 +259,7 @@ def unpatch(model: nn.Module) -> Unpatched:
     layers = [m for _, m in _named(model) if adopted(m)]
     kinds = Counter(STOCK[type(m)].__name__ for m in layers)
     unfuse([m for _, m in _named(model)])
-    for m in layers:
-        release(m)
+    _release(layers)
     return Unpatched(type(model).__name__, dict(kinds))
 
 
@@ -261,13 +270,12 @@ def patched(model: nn.Module, **options) -> Iterator[Report]:
     Takes the options of `patch`. Layers that were patched before stay patched.
     """
     _validate(model, True, True, "off")
-    before = {id(m) for _, m in _named(model) if adopted(m)}
+    modules = [m for _, m in _named(model)]
+    before = {id(m) for m in modules if adopted(m) or adopted_parent(m)}
     report = patch(model, **options)
     try:
         yield report
     finally:
-        if not before:
-            unfuse([m for _, m in _named(model)])
-        for _, m in _named(model):
-            if adopted(m) and id(m) not in before:
-                release(m)
+        new = [m for _, m in _named(model) if id(m) not in before]
+        unfuse(new)
+        _release([m for m in new if adopted(m)])

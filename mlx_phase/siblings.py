@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,23 +31,21 @@ NAMES = (
 MAX_UNUSED = 8
 
 
-def _nothing() -> None:
-    return None
-
-
 class Siblings:
     """Two or three quantised layers with the same x, K, bits and group size."""
 
     def __init__(self, members: list[nn.Module]):
-        self.members = members
+        # Weak: a model that is dropped frees its memory at once, without a collection.
+        self._members = [weakref.ref(m) for m in members]
         self.bound: dict[tuple, Bound] = {}
         # [x, results not fetched yet]: replaced as a whole, so threads cannot mix.
         self.waiting: list | None = None
         self.unused = 0
 
-    def __reduce__(self):
-        # A copy or pickle of a layer is on its own.
-        return _nothing, ()
+    @property
+    def members(self) -> list[nn.Module]:
+        """The layers, without those that no longer exist."""
+        return [m for ref in self._members if (m := ref()) is not None]
 
     def take(self, index: int, x: mx.array) -> mx.array | None:
         """Member ``index``'s product with x, or None where it must compute alone."""
@@ -63,7 +62,7 @@ class Siblings:
             return None
         if bound.route.launch is None:
             # For every M: alone, K is split otherwise, and rows have to stay exact.
-            self._separate()
+            self.separate()
             return None
         bound.route.calls += 1
         ys = dict(enumerate(bound.call(x)))
@@ -76,25 +75,37 @@ class Siblings:
         self.unused += 1
         if self.unused < MAX_UNUSED:
             return False
-        self._separate()
+        self.separate()
         return True
 
-    def _separate(self) -> None:
+    def forget(self) -> None:
+        """Drop what was made with weights that are no longer the members'."""
+        self.bound.clear()
         self.waiting = None
+
+    def separate(self) -> None:
+        """Have each member compute alone from now on, in traced calls too."""
+        self.forget()
         for m in self.members:
-            object.__setattr__(m, "_siblings", None)
-            object.__setattr__(m, "_joined", None)
+            if m._joined is self:
+                object.__setattr__(m, "_siblings", None)
+                object.__setattr__(m, "_joined", None)
+                if m._owner is not None:
+                    m._owner.clear()
 
     def _bind(self, x: mx.array) -> Bound | None:
         if x.size > MAX_M * x.shape[-1] or 0 in x.shape:
             return None
-        parts = [(m["weight"], m["scales"], m["biases"]) for m in self.members]
-        problems = self.problems(x.size // x.shape[-1])
-        if problems[0].K != x.shape[-1] or x.dtype != parts[0][1].dtype:
-            # The layer itself says what is wrong with x.
+        members = self.members
+        if len(members) < len(self._members):
+            self.separate()
             return None
-        route = kernel_route(*problems)
-        bound = Bound(route, [a for part in parts for a in part])
+        if not all(_regular(m, x) for m in members):
+            # The layer itself says what is wrong.
+            return None
+        route = kernel_route(*self.problems(x.size // x.shape[-1]))
+        names = ("weight", "scales", "biases")
+        bound = Bound(route, [m[name] for m in members for name in names])
         self.bound[x.shape, x.dtype] = bound
         return bound
 
@@ -112,6 +123,20 @@ class Siblings:
             )
             for m in self.members
         )
+
+
+def _regular(m: nn.Module, x: mx.array) -> bool:
+    """Whether the arrays of an affine layer belong together and fit x."""
+    w, scales, biases = m["weight"], m.get("scales"), m.get("biases")
+    if scales is None or biases is None or w.ndim != 2:
+        return False
+    K = w.shape[1] * 32 // m.bits
+    groups = (w.shape[0], K // m.group_size)
+    return (
+        x.shape[-1] == K
+        and scales.shape == biases.shape == groups
+        and x.dtype == scales.dtype == biases.dtype
+    )
 
 
 def shares_x(parent: type, names: tuple[str, ...]) -> bool:
@@ -137,7 +162,7 @@ def shares_x(parent: type, names: tuple[str, ...]) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign):
             changed.append(node.target)
-        elif isinstance(node, ast.Assign):
-            changed += [t for t in node.targets if isinstance(t, ast.Subscript)]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            changed.append(node)
     roots = {n.id for t in changed for n in ast.walk(t) if isinstance(n, ast.Name)}
     return not used & (roots | {None})

@@ -123,20 +123,20 @@ class StoredPlans:
         entry = raced[min(above)] if above else None
         some = next(iter(raced.values()))
         shared = len(problems) > 1
+        what = "one launch loses to separate ones" if shared else "stock wins"
+        wins = any(e.winner == KERNEL for e in raced.values())
         base = (plan_shared if shared else plan)(
             problems if shared else problems[0], device_chip()
         )
         split = {"k_simdgroups": some.k_simdgroups, "splits": some.splits}
         if entry is None:
+            if exact and not wins:
+                return f"{what} for every M that was raced: {some.story()}"
             # Above every raced M: the table's tile, with the split of the shape.
             groups = max(base.simdgroups, some.k_simdgroups)
             reason = f"K split as tuned at M = {some.M}; {base.reason}"
             return replace(base, simdgroups=groups, reason=reason, **split)
-        won = entry.winner == KERNEL
-        if exact and not won:
-            won = any(e.winner == KERNEL for e in raced.values())
-        if not won:
-            what = "one launch loses to separate ones" if shared else "stock wins"
+        if not (wins if exact else entry.winner == KERNEL):
             return f"{what}: {entry.story()}"
         tile = {"rows": entry.rows, "simdgroups": entry.simdgroups}
         return replace(base, reason=entry.story(), **tile, **split)
