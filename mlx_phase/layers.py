@@ -221,6 +221,8 @@ def join(members: list[nn.Module]) -> None:
         object.__setattr__(m, "_joined", siblings)
         object.__setattr__(m, "_siblings", None if m._train else siblings)
         object.__setattr__(m, "_sibling", i)
+        # A copy that only shares launches has no route of its own.
+        _BOUND[id(m)] = m
 
 
 def part(layer: nn.Module) -> None:

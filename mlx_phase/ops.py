@@ -128,10 +128,9 @@ def choose(problems: Problems) -> Plan | str:
     """
     if _stored and (found := _stored[0][0](problems)) is not None:
         return found
-    chip = device_chip()
     if len(problems) > 1:
-        return plan_shared(problems, chip)
-    return plan(problems[0], chip)
+        return plan_shared(problems, device_chip())
+    return plan(problems[0], device_chip())
 
 
 def prepare_again() -> None:
@@ -141,9 +140,12 @@ def prepare_again() -> None:
             route.launch = _prepare(problems, choose(problems))
 
 
-def set_probe(probe: Probe | None) -> None:
-    """Have `probe` judge each kernel before its first use (None: no probe)."""
+def set_probe(probe: Probe | None) -> bool:
+    """Have `probe` judge kernels before first use; True if routes start anew."""
+    if new := probe is not None and _probe != [probe]:
+        _ROUTES.clear()
     _probe[:] = [probe] if probe else []
+    return new
 
 
 def stock_route(reason: str) -> Route:

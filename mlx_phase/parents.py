@@ -153,7 +153,9 @@ def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
     object.__setattr__(parent, "_traces", traces)
     object.__setattr__(parent, "_stock", stock)
     for layer in layers:
-        # New weights or training mode end the traces.
+        # New weights or training mode end the traces; those of one parent only.
+        if layer._owner is not None:
+            layer._owner.clear()
         object.__setattr__(layer, "_owner", traces)
     parent.__class__ = _KINDS[stock]
 

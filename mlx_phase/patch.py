@@ -20,7 +20,7 @@ from .arguments import DTYPES, check_quantized, defaults
 from .executor import executor_name
 from .fuse import fuse, launches, unfuse
 from .launch.matmul import device_chip
-from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, release
+from .layers import PLAIN, QUANTIZED, STOCK, adopt, adopted, forget_routes, release
 from .parents import adopted_parent
 from .patch_report import Layer, Report, Unpatched
 from .plan import MAX_M, supports
@@ -148,6 +148,8 @@ def patch(
     M on first use; "all": every M now). tune: "cached" takes the plan that
     `python -m mlx_phase.tune` stored for this device, for all of the process; "off".
     The kernels have no gradient: after model.train() stock serves until model.eval().
+    Layers keep what they made of their weights: give new ones by assignment (update,
+    load_weights), not by changing an array in place or mx.compile(inputs=model.state).
 
     Idempotent. Raises TypeError if model is no mlx.nn.Module and ValueError for an
     unknown option; whatever is raised, the model is left as it was.
@@ -182,7 +184,9 @@ def patch(
     if check:
         rows = range(1, MAX_M + 1) if check == "all" else CHECK_ROWS
         bad = _check(report, {p for *_, p in todo}, rows)
-    ops.set_probe(checks.probe if check else None)
+    # Stays on: another model that is patched without checks must not end it.
+    if check and ops.set_probe(checks.probe):
+        forget_routes()
     chosen = []
     for layer, m, problem in todo:
         if problem in bad:

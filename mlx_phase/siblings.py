@@ -87,7 +87,8 @@ class Siblings:
         """Have each member compute alone from now on, in traced calls too."""
         self.forget()
         for m in self.members:
-            if m._joined is self:
+            # A member that is stock again, or in another group, is not ours.
+            if getattr(m, "_joined", None) is self:
                 object.__setattr__(m, "_siblings", None)
                 object.__setattr__(m, "_joined", None)
                 if m._owner is not None:

@@ -10,7 +10,7 @@ import pytest
 import ref
 
 import mlx_phase
-from mlx_phase import check, ops, source
+from mlx_phase import check, layers, ops, source
 from mlx_phase.executor import ExecutorError
 from mlx_phase.launch import matmul as launch
 from mlx_phase.launch.matmul import device_chip, prepare
@@ -91,8 +91,13 @@ def test_k2_rows_not_checked_at_patch_are_checked_before_use(monkeypatch):
     plant(monkeypatch, refuse, rows=(5,))
     model, x = layer(), cases.activations(5, 128)
     stock = model(x)
+    unchecked = layer()
+    mlx_phase.patch(unchecked, check=False)
+    unchecked(x)
     report = mlx_phase.patch(model)
     assert report.n_replaced == 1 and not report.failed
+    # Nor does a model without checks end the checks of this one.
+    mlx_phase.patch(layer(), check=False)
     assert mx.array_equal(model(x), stock)
     (reason,) = ops.served().stock
     assert "does not compile" in reason and "M=5" in reason
@@ -174,11 +179,15 @@ def test_vector_loads_go_off_where_a_misaligned_x_gives_other_bits(monkeypatch):
             outs = [out + 1 for out in outs]
         return outs
 
+    bound = nn.QuantizedLinear(128, 8)
+    layers.adopt(bound)
+    bound(mx.ones((1, 128)))
     monkeypatch.setattr(check, "_evaluate", evaluate)
     check.forget()
     try:
         assert check.check(problem, chosen=chosen).ok
         assert calls == [False, False, True, True]
+        assert not bound._routes  # traced calls hold the launch with vector loads
         assert "define ALIGNED(p, n) false" in source.load("qmv", True).header
         x, *weights = check.canary(problem)[0]
         narrow = launch.prepare(problem, chosen)(x, *weights)

@@ -1,8 +1,10 @@
 """Layers that read the same x share a launch."""
 
 import copy
+import gc
 import importlib
 import pickle
+import weakref
 
 import cases
 import mlx.core as mx
@@ -12,7 +14,7 @@ import tolerance
 from mlx_lm.models import llama
 
 import mlx_phase
-from mlx_phase import chip, ops
+from mlx_phase import chip, layers, ops
 from mlx_phase.launch import matmul
 from mlx_phase.plan import plan_shared, supports_shared
 from mlx_phase.problem import Matmul
@@ -192,6 +194,12 @@ class Stored(nn.Module):
         return self.q_proj(x) + self.k_proj(x)
 
 
+class Unpacked(nn.Module):
+    def __call__(self, x):
+        x[0], y = 0, 1
+        return self.q_proj(x) + self.k_proj(x) + y
+
+
 class Same(nn.Module):
     def __call__(self, x):
         x = x + 1
@@ -200,7 +208,7 @@ class Same(nn.Module):
 
 def test_who_shares_x_is_read_from_the_source():
     names = ("q_proj", "k_proj")
-    for kind in (InPlace, Twice, Other, Stored):
+    for kind in (InPlace, Twice, Other, Stored, Unpacked):
         assert not shares_x(kind, names), kind
     assert shares_x(Same, names)
     assert shares_x(llama.Attention, ("q_proj", "k_proj", "v_proj"))
@@ -219,3 +227,70 @@ def test_a_shared_kernel_that_fails_for_one_M_ends_sharing_for_all(monkeypatch):
     rows = mlp.gate_proj(mx.array(two))
     assert mlp.gate_proj._siblings is None and mlp.up_proj._siblings is None
     tolerance.assert_bits(rows[:1], mlp.gate_proj(x))
+
+
+def doubled(layer):
+    """Twice the weights of an affine layer, by assignment."""
+    layer.scales, layer.biases = 2 * layer.scales, 2 * layer.biases
+
+
+def test_a_result_that_waits_does_not_outlive_its_weights():
+    m = model()
+    mlx_phase.patch(m, check=False)
+    mlp, x = m.layers[0].mlp, cases.activations(1, 128)
+    before = mlp.up_proj(mx.array(x))
+    mlp.gate_proj(x)
+    doubled(mlp.up_proj)
+    assert mx.allclose(mlp.up_proj(x), 2 * before, rtol=1e-5).item()
+
+
+@pytest.mark.parametrize("name", ["o_proj", "q_proj"])
+def test_a_shallow_copy_binds_its_own_weights(name):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    layer, x = m.layers[0].self_attn[name], cases.activations(1, 128)
+    before = layer(mx.array(x))
+    twin = copy.copy(layer)
+    doubled(twin)
+    assert mx.allclose(twin(mx.array(x)), 2 * before, rtol=1e-5).item()
+    assert mx.allclose(layer(mx.array(x)), before, rtol=1e-5).item()
+
+
+def test_siblings_check_new_arrays_as_a_layer_alone_does():
+    m = model()
+    stock = m.layers[0].mlp.up_proj
+    mlx_phase.patch(m, check=False)
+    mlp, x = m.layers[0].mlp, cases.activations(1, 128)
+    stock.biases = stock.biases.astype(mx.float16)
+    assert mlp.gate_proj(x).shape == (1, 192)
+    mlp.up_proj(x)
+    assert any("mixed dtypes" in reason for reason in ops.served().stock)
+    mlp.gate_proj.scales = mlp.gate_proj.scales[:, :1]
+    with pytest.raises(ValueError, match="scales"):
+        mlp.gate_proj(x)
+
+
+def test_a_model_that_is_dropped_frees_its_layers_at_once():
+    m = model()
+    mlx_phase.patch(m, check=False)
+    mx.eval(m(TOKENS))
+    refs = [weakref.ref(layer) for layer in m.layers[0].self_attn.children().values()]
+    gc.collect()
+    gc.disable()
+    try:
+        del m
+        assert [ref() for ref in refs if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_new_plans_reach_a_copy_that_only_shares_launches():
+    m = model()
+    mlx_phase.patch(m, check=False)
+    twin = copy.deepcopy(m)
+    mlx_phase.patch(twin, check=False)
+    twin.layers[0].mlp(cases.activations(1, 128))
+    siblings = twin.layers[0].mlp.gate_proj._siblings
+    assert siblings.bound
+    layers.forget_routes()
+    assert not siblings.bound

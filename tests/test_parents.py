@@ -1,19 +1,22 @@
 """Modules that only chain drop-ins: when their calls are traced, and when not."""
 
+import gc
 import importlib
 import pickle
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
-from test_fuse import TOKENS, model
+from test_fuse import TOKENS, doubled, model
 from tune_world import entry, store
 
 import mlx_phase
 from mlx_phase import ops, tune_store
 from mlx_phase.parents import is_pure
 from mlx_phase.problem import Matmul
+from mlx_phase.siblings import MAX_UNUSED
 
 ops_module = importlib.import_module("mlx_phase.ops")
 fuse_module = importlib.import_module("mlx_phase.fuse")
@@ -23,6 +26,12 @@ parents_module = importlib.import_module("mlx_phase.parents")
 class Counts(nn.Module):
     def __call__(self, x):
         self.calls = 1
+        return self.a(x)
+
+
+class Unpacks(nn.Module):
+    def __call__(self, x):
+        self.calls, x = 1, x
         return self.a(x)
 
 
@@ -44,7 +53,7 @@ class TwoInputs(nn.Module):
 
 
 def test_purity_is_read_from_the_source():
-    for kind in (Counts, Branches, Random, TwoInputs, llama.Attention):
+    for kind in (Counts, Unpacks, Branches, Random, TwoInputs, llama.Attention):
         assert not is_pure(kind), kind
     assert is_pure(llama.MLP)
 
@@ -144,3 +153,112 @@ def test_a_module_with_a_layer_on_stock_is_not_counted_again(
     assert mx.abs(m(TOKENS) - right).max().item() < 1e-5
     (reason,) = ops.served().stock
     assert "stock wins" in reason and ops.served()[reason] == 2
+
+
+X = mx.ones((1, 1, 128))
+
+
+class Chain(nn.Module):
+    def __init__(self, a, b):
+        super().__init__()
+        self.a, self.b, self.scale = a, b, 1.0
+
+    def __call__(self, x):
+        return self.b(self.a(x)) * self.scale
+
+
+def linear():
+    layer = nn.Linear(128, 128, bias=False)
+    return nn.QuantizedLinear.from_linear(layer, group_size=64, bits=4)
+
+
+def follows(parent, layer, x=X):
+    """Whether new weights of a layer reach its parent's output."""
+    before = parent(x)
+    doubled(layer)
+    return mx.allclose(parent(x), 2 * before, rtol=1e-4).item()
+
+
+def test_a_layer_that_went_back_to_stock_ends_the_trace(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    mlp = m.layers[0].mlp
+    mlp(X)
+    mlx_phase.unpatch(mlp.down_proj)
+    assert follows(mlp, mlp.down_proj)
+    mlx_phase.patch(m, check=False)
+    assert follows(mlp, mlp.down_proj) and mlp._traces
+
+
+def test_patched_releases_the_parents_it_traced(traceable):
+    m = model()
+    mlp = m.layers[0].mlp
+    mlx_phase.patch(mlp.gate_proj, check=False)
+    with mlx_phase.patched(m, check=False):
+        mlp(X)
+    assert type(mlp) is llama.MLP and follows(mlp, mlp.down_proj)
+    mlx_phase.patch(mlp, check=False)
+    with mlx_phase.patched(m, check=False):
+        mlp(X)
+    assert type(mlp) is not llama.MLP and follows(mlp, mlp.down_proj)
+
+
+def test_a_layer_of_two_parents_and_plain_attributes_are_followed(traceable):
+    shared = linear()
+    root = nn.Module()
+    root.parts = [Chain(linear(), shared), Chain(linear(), shared)]
+    report = mlx_phase.patch(root, check=False)
+    assert report.traced == {"Chain": 2}
+    for parent in root.parts:
+        parent(X)
+    assert all(follows(parent, shared) for parent in root.parts)
+    # Also of a parent that is patched later, when the first has its traces.
+    first = Chain(linear(), linear())
+    mlx_phase.patch(first, check=False)
+    first(X)
+    mlx_phase.patch(Chain(linear(), first.b), check=False)
+    assert follows(first, first.b)
+    parent = Chain(linear(), linear())
+    parent.b.bias = mx.ones(128)
+    mlx_phase.patch(parent, check=False)
+    y = parent(X)
+    parent.scale = 2.0
+    assert mx.allclose(parent(X), 2 * y, rtol=1e-5).item()
+    del parent.b.bias
+    assert mx.allclose(parent(X), 2 * y - 2, atol=1e-5).item()
+
+
+def test_siblings_that_separate_end_the_traces(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    mlp = m.layers[0].mlp
+    mlp(X)
+    for _ in range(MAX_UNUSED + 1):
+        mlp.gate_proj(mx.array(X))
+    ops.reset_served()
+    mlp(X)
+    assert {name.split()[0] for name in ops.served().kernels} == {"qmv"}
+
+
+def test_another_stream_counts_each_call_once(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    m(TOKENS)
+    with mx.stream(mx.new_stream(mx.cpu)):
+        ops.reset_served()
+        m(TOKENS)
+    assert sum(ops.served().kernels.values()) == 9
+
+
+def test_a_traced_model_that_is_dropped_is_freed_at_once(traceable):
+    m = model()
+    mlx_phase.patch(m, check=False)
+    mx.eval(m(TOKENS))
+    refs = [weakref.ref(m.layers[0].mlp), weakref.ref(m.layers[0].mlp.up_proj)]
+    gc.collect()
+    gc.disable()
+    try:
+        del m
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()

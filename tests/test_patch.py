@@ -195,3 +195,18 @@ def test_mixed_dtypes_are_reported_and_served_by_stock():
     assert left.path.endswith("layers.0.mlp.down_proj") and "float32" in left.reason
     assert model(TOKENS).dtype == stock.dtype
     assert any("mixed dtypes" in reason for reason in ops.served().stock)
+
+
+def test_an_interrupt_while_shared_kernels_are_checked_leaves_nothing(monkeypatch):
+    model = tiny_llama()
+    before = snapshot(model)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        importlib.import_module("mlx_phase.fuse"), "_passes", interrupted
+    )
+    with pytest.raises(KeyboardInterrupt):
+        mlx_phase.patch(model, check=False)
+    assert snapshot(model) == before
