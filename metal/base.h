@@ -33,6 +33,13 @@ METAL_FUNC void load8(const device T* p, thread float* v) {
   else UNROLL for (int i = 0; i < 8; i++) v[i] = float(p[i]);
 }
 
+// The two halves of u as h[i] and h[j].
+METAL_FUNC void halves(thread float* h, const uint u, const int i, const int j) {
+  const half2 p = as_type<half2>(u);
+  h[i] = float(p.x);
+  h[j] = float(p.y);
+}
+
 // Sums the lanes of each simdgroup, then the KS simdgroups that share rows, in index order, so
 // that the bits depend on neither M nor R. acc is [R][M] of rows from row on; those from row0 on
 // are stored in y [M][N].

@@ -9,12 +9,6 @@ METAL_FUNC constexpr int in_place() { return 10 / bits; }
 template <int bits>
 METAL_FUNC constexpr float unscale(int i) { return 1.0f / (1 << bits * (i % in_place<bits>())); }
 
-METAL_FUNC void halves(thread float* h, const uint u, const int i, const int j) {
-  const half2 p = as_type<half2>(u);
-  h[i] = float(p.x);
-  h[j] = float(p.y);
-}
-
 // The exponent bits of two halves of 1024. K is never negative, but a compiler can't know: it
 // keeps the constant in a register instead of loading it before each use.
 METAL_FUNC uint one_bits(const int K) { return K < 0 ? 0 : 0x64006400; }

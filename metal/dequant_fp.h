@@ -7,12 +7,6 @@ METAL_FUNC constexpr int in_place() { return 8; }
 template <int bits>
 METAL_FUNC constexpr float unscale(int i) { return 1; }
 
-METAL_FUNC void halves(thread float* h, const uint u, const int i, const int j) {
-  const half2 p = as_type<half2>(u);
-  h[i] = float(p.x);
-  h[j] = float(p.y);
-}
-
 METAL_FUNC uint one_bits(const int K) { return 0; }
 
 // h[0..7] from codes 8j .. 8j+7 of the pack q.

@@ -69,7 +69,7 @@ METAL_FUNC void add_pack(
   }
 }
 
-// w, scales and biases point to the lane's first pack of the first of R rows.
+// w, scales and biases point to the first of R rows; the lane's packs are c0, c0 + 32 KS, ...
 template <typename T, int bits, int group, int M, int R, int KS, bool WIDE, typename S, typename B>
 METAL_FUNC void qmv_rows(
     const device T* x, const device uint* w, const device S* scales, const device B* biases,

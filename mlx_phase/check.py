@@ -17,7 +17,7 @@ from .executor import ExecutorError
 from .launch.matmul import device_chip, narrow_loads, prepare, prepare_shared
 from .layers import forget_routes
 from .ops import Problems, disable, prepare_again, variant
-from .plan import Plan, plan, plan_shared
+from .plan import Plan, plan_launch
 from .problem import Matmul
 
 # Times the largest magnitude of the right answer, beside 2 x the dense error.
@@ -74,6 +74,13 @@ def _rounded(a: np.ndarray, dtype: str) -> np.ndarray:
     return np.array(mx.array(a).astype(getattr(mx, dtype)).astype(mx.float32))
 
 
+def small(problems: Problems) -> Problems:
+    """The same kernels at canary size: N and K small, tails reached."""
+    group = max(problems[0].group_size, 1)
+    k = K_CANARY if K_CANARY % group == 0 else K_CANARY + 64
+    return tuple(replace(p, N=N_CANARY + i, K=k) for i, p in enumerate(problems))
+
+
 def canary(problem: Matmul, seed: int = 0) -> tuple[list[mx.array], np.ndarray]:
     """Small inputs of this problem: ([x, w, scales?, biases?], f32 weights [N, K])."""
     p, rng = problem, np.random.default_rng(seed)
@@ -128,17 +135,17 @@ def _run(problems: Problems, chosen: Plan) -> float:
     inputs, weights = zip(*(canary(p, i) for i, p in enumerate(problems)), strict=True)
     x = inputs[0][0]
     arrays = [a for member in inputs for a in member[1:]]
-    outs = _evaluate(problems, chosen, x, arrays)
+    outs = evaluate(problems, chosen, x, arrays)
     moved = mx.concatenate([mx.zeros((1,), x.dtype), x.flatten()])
     mx.eval(moved)
     moved = moved[1:].reshape(x.shape)
-    if not _same(_evaluate(problems, chosen, moved, arrays), outs):
+    if not _same(evaluate(problems, chosen, moved, arrays), outs):
         narrow_loads(True)
         prepare_again()
         # Traced calls hold the old launch.
         forget_routes()
-        outs = _evaluate(problems, chosen, x, arrays)
-        if not _same(_evaluate(problems, chosen, moved, arrays), outs):
+        outs = evaluate(problems, chosen, x, arrays)
+        if not _same(evaluate(problems, chosen, moved, arrays), outs):
             return float("inf")
     dtype, x = problems[0].x_dtype, np.array(x.astype(mx.float32))
     return max(compare(o, x, w, dtype) for o, w in zip(outs, weights, strict=True))
@@ -148,7 +155,10 @@ def _same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(p, q, equal_nan=True) for p, q in zip(a, b, strict=True))
 
 
-def _evaluate(problems: Problems, chosen: Plan, x: mx.array, arrays) -> list:
+def evaluate(
+    problems: Problems, chosen: Plan, x: mx.array, arrays: list[mx.array]
+) -> list[np.ndarray]:
+    """Run one launch for x [M, K] and its matrices; float32 [M, N] for each."""
     if len(problems) == 1:
         ys = [prepare(problems[0], chosen)(x, *arrays)]
     else:
@@ -163,19 +173,14 @@ def check(*problems: Matmul, chosen: Plan | None = None) -> Checked:
     real problem's, N and K are small. A kernel that fails to compile, to run or to
     match is switched off for the process (`ops.disable`).
     """
-    problem, shared = problems[0], len(problems) > 1
-    if chosen is None:
-        chosen = (plan_shared if shared else plan)(
-            problems if shared else problem, device_chip()
-        )
+    problem = problems[0]
+    chosen = chosen or plan_launch(problems, device_chip())
     name = variant(problem, chosen)
     if name in _RESULTS:
         return _RESULTS[name]
-    k = K_CANARY if K_CANARY % max(problem.group_size, 1) == 0 else K_CANARY + 64
-    small = tuple(replace(p, N=N_CANARY + i, K=k) for i, p in enumerate(problems))
     start, worst, error = time.perf_counter(), float("inf"), None
     try:
-        worst = _run(small, chosen)
+        worst = _run(small(problems), chosen)
         if worst > 1:
             error = f"wrong result: {worst:.3g} times the allowed error"
     except (ExecutorError, RuntimeError, ValueError) as e:

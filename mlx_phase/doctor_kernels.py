@@ -6,13 +6,11 @@ import time
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 
-import mlx.core as mx
-import numpy as np
-
 from . import check as checks
+from .check import evaluate
 from .executor import ExecutorError
-from .launch.matmul import device_chip, prepare, prepare_shared
-from .plan import Plan, plan, plan_shared
+from .launch.matmul import device_chip
+from .plan import Plan, plan_launch
 from .problem import AFFINE_BITS, AFFINE_GROUPS, DTYPE_BYTES, FP_MODES, Matmul
 from .tune_plans import Problems
 
@@ -86,9 +84,7 @@ def _row(case: tuple[int, int, str, str], m: int, shapes) -> Row:
     one = tuple(Matmul(1, N, K, dtype, bits, group, mode) for N, K in shapes)
     many = tuple(replace(p, M=m) for p in one)
     chip = device_chip()
-    if len(one) > 1:
-        return Row(one, many, plan_shared(one, chip), plan_shared(many, chip))
-    return Row(one, many, plan(one[0], chip), plan(many[0], chip))
+    return Row(one, many, plan_launch(one, chip), plan_launch(many, chip))
 
 
 def examine(row: Row, clock=time.perf_counter) -> Examined:
@@ -111,17 +107,16 @@ def examine(row: Row, clock=time.perf_counter) -> Examined:
 
 def _exact(row: Row, clock) -> tuple[bool, float]:
     """(first and last row of x as alone, milliseconds of a launch)."""
-    K = checks.K_CANARY if row.one[0].group_size != 128 else checks.K_CANARY + 64
-    many = tuple(replace(p, N=checks.N_CANARY + i, K=K) for i, p in enumerate(row.many))
+    many = checks.small(row.many)
     arrays = [checks.canary(p, i)[0] for i, p in enumerate(many)]
     x, weights = arrays[0][0], [a for each in arrays for a in each[1:]]
-    whole = _run(many, row.plan_many, x, weights)
+    whole = evaluate(many, row.plan_many, x, weights)
     start = clock()
-    _run(many, row.plan_many, x, weights)
+    evaluate(many, row.plan_many, x, weights)
     ms = 1e3 * (clock() - start)
     one = tuple(replace(p, M=1) for p in many)
     for m in {0, row.many[0].M - 1}:
-        alone = _run(one, row.plan_one, x[m : m + 1], weights)
+        alone = evaluate(one, row.plan_one, x[m : m + 1], weights)
         same = (
             a.tobytes() == w[m : m + 1].tobytes()
             for a, w in zip(alone, whole, strict=True)
@@ -129,11 +124,3 @@ def _exact(row: Row, clock) -> tuple[bool, float]:
         if not all(same):
             return False, ms
     return True, ms
-
-
-def _run(problems: Problems, p: Plan, x: mx.array, weights) -> list[np.ndarray]:
-    if len(problems) > 1:
-        ys = prepare_shared(problems, p)(x, *weights)
-    else:
-        ys = [prepare(problems[0], p)(x, *weights)]
-    return [np.array(y.astype(mx.float32)) for y in ys]

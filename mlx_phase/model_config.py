@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from huggingface_hub.errors import (
 
 from . import gguf, gguf_llama, presets
 from .model_error import ModelError
-from .models import SMOLLM2, smollm2_path
+from .models import SMOLLM2, read_json, smollm2_path
 
 # The base of every error of the HTTP client that this huggingface_hub uses.
 _HTTP_ERROR = HfHubHTTPError.__mro__[1]
@@ -59,9 +58,9 @@ def config_of(spec: str) -> Config:
         if not path.is_file():
             raise ModelError(f"{path.parent}: no config.json, so not a model folder")
     if path.is_file():
-        return Config(spec, _read(path), f"file {path}")
+        return Config(spec, read_json(path), f"file {path}")
     if _HUB_ID.fullmatch(spec):
-        return Config(spec, _read(_cached(spec)), f"hub {spec}")
+        return Config(spec, read_json(_cached(spec)), f"hub {spec}")
     raise ModelError(
         f"{spec!r}: no such folder or file. Possible: {SMOLLM2}, "
         f"{', '.join(presets.PRESETS)}; a .gguf file; a config.json or its folder; a "
@@ -77,16 +76,6 @@ def _gguf(spec: str, path: Path) -> Config:
     plain = "quantization" not in config
     dtype = _GGUF_DTYPES.get(table, "float16") if plain else "float16"
     return Config(spec, {**config, "dtype": dtype}, f"GGUF {path.name}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot read it as JSON, {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return content
 
 
 def _cached(repo: str) -> Path:

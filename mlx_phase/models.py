@@ -160,13 +160,13 @@ def _check_folder(path: Path) -> None:
         names = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; pass the file instead: {path / names[0]}" if names else ""
         raise ModelError(f"{path}: no config.json, so not an mlx-lm model folder{hint}")
-    if "model_type" not in _json_object(config):
+    if "model_type" not in read_json(config):
         raise ModelError(f"{config}: has no 'model_type'")
     if not any(path.glob("model*.safetensors")):
         raise ModelError(f"{path}: no model*.safetensors, the weights are missing")
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        shards = _json_object(index).get("weight_map", {})
+        shards = read_json(index).get("weight_map", {})
         missing = sorted({s for s in shards.values() if not (path / s).is_file()})
         if missing:
             raise ModelError(
@@ -175,7 +175,8 @@ def _check_folder(path: Path) -> None:
             )
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ModelError if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from .arguments import DTYPES, check_linear, check_quantized, defaults, product
 from .executor import executor_name
 from .launch.matmul import device_chip, prepare, prepare_shared, template
-from .plan import MAX_M, Plan, plan, plan_shared, supports, supports_shared
+from .plan import MAX_M, Plan, plan_launch, supports_launch
 from .problem import Matmul
 
 PREFILL = f"M > {MAX_M}: no prefill kernel yet"
@@ -128,9 +128,7 @@ def choose(problems: Problems) -> Plan | str:
     """
     if _stored and (found := _stored[0][0](problems)) is not None:
         return found
-    if len(problems) > 1:
-        return plan_shared(problems, device_chip())
-    return plan(problems[0], device_chip())
+    return plan_launch(problems, device_chip())
 
 
 def prepare_again() -> None:
@@ -173,8 +171,7 @@ def kernel_route(*problems: Matmul) -> Route:
     """
     if (route := _ROUTES.get(problems)) is not None:
         return route
-    shared = len(problems) > 1
-    if reason := supports_shared(problems) if shared else supports(problems[0]):
+    if reason := supports_launch(problems):
         return stock_route(reason)
     chosen = choose(problems)
     if isinstance(chosen, str):

@@ -8,8 +8,6 @@ layers and activations.
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 import weakref
 from collections.abc import Callable
 
@@ -18,6 +16,7 @@ import mlx.nn as nn
 
 from .ops import Route, counted
 from .plan import MAX_M
+from .siblings import call_tree
 
 # What may stand in a traced __call__: expressions and local names, nothing that
 # reads or changes state outside.
@@ -35,9 +34,7 @@ def is_pure(kind: type) -> bool:
     Read from the source: only calls, operators and local names, and no annotation
     or default beyond x.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.__call__)))
-    except (OSError, TypeError, SyntaxError):
+    if (tree := call_tree(kind)) is None:
         return False
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:

@@ -177,3 +177,17 @@ def plan_shared(members: tuple[Matmul, ...], chip: Chip) -> Plan:
     reason = f"{len(members)} matrices read the same x; {whole.reason}"
     shared = replace(whole, kernel=_SHARED[len(members)], splits=1, reason=reason)
     return _told(shared, chip, *members)
+
+
+def supports_launch(problems: tuple[Matmul, ...]) -> str | None:
+    """None if one launch computes ``problems`` (one, or several with the same x)."""
+    if len(problems) > 1:
+        return supports_shared(problems)
+    return supports(problems[0])
+
+
+def plan_launch(problems: tuple[Matmul, ...], chip: Chip) -> Plan:
+    """The plan of one launch; ValueError if :func:`supports_launch` says no."""
+    if len(problems) > 1:
+        return plan_shared(problems, chip)
+    return plan(problems[0], chip)

@@ -140,15 +140,21 @@ def _regular(m: nn.Module, x: mx.array) -> bool:
     )
 
 
+def call_tree(kind: type) -> ast.Module | None:
+    """The parsed source of ``kind.__call__``; None where there is none to read."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(kind.__call__)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
 def shares_x(parent: type, names: tuple[str, ...]) -> bool:
     """Whether ``parent.__call__`` gives all ``names`` the same, unchanged variable.
 
     Read from the source: an in-place change of x between two calls would keep the
     object and not its value.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(parent.__call__)))
-    except (OSError, TypeError, SyntaxError):
+    if (tree := call_tree(parent)) is None:
         return False
     given: dict[str, list] = {name: [] for name in names}
     for node in ast.walk(tree):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from .launch.matmul import device_chip
-from .plan import Plan, plan, plan_shared, supports, supports_shared
+from .plan import Plan, plan_launch, supports_launch
 from .problem import Matmul
 
 KERNEL, STOCK = "kernel", "stock"
@@ -125,9 +125,7 @@ class StoredPlans:
         shared = len(problems) > 1
         what = "one launch loses to separate ones" if shared else "stock wins"
         wins = any(e.winner == KERNEL for e in raced.values())
-        base = (plan_shared if shared else plan)(
-            problems if shared else problems[0], device_chip()
-        )
+        base = plan_launch(problems, device_chip())
         split = {"k_simdgroups": some.k_simdgroups, "splits": some.splits}
         if entry is None:
             if exact and not wins:
@@ -145,7 +143,7 @@ class StoredPlans:
 def illegal(e: Entry) -> str | None:
     """Why an entry's plan may not run; None if it may."""
     shared = len(e.problems) > 1
-    why = supports_shared(e.problems) if shared else supports(e.problems[0])
+    why = supports_launch(e.problems)
     if why is not None:
         return why
     for name in ("rows", "simdgroups", "k_simdgroups"):

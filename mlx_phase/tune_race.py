@@ -18,7 +18,7 @@ from .bench.kernel_suite import MAX_COPIES, Effort, Timer
 from .bench.measure import Clock, NoiseError, Pair, copies, rotate
 from .executor import ExecutorError, executor_name
 from .launch.matmul import device_chip, prepare, prepare_shared
-from .plan import MIN_SPLIT_K, Plan, plan, plan_shared
+from .plan import MIN_SPLIT_K, Plan, plan_launch
 from .roofline import weight_bytes
 from .tune_plans import KERNEL, STOCK, WIDTHS, Entry, Problems, illegal
 from .tune_probe import MAX_DRIFT, Probe, VoidError
@@ -33,9 +33,7 @@ SOURCE = "wall time of dependent chains"
 
 def built_in(problems: Problems) -> Plan:
     """What the table of plan.py chooses for a launch."""
-    if len(problems) > 1:
-        return plan_shared(problems, device_chip())
-    return plan(problems[0], device_chip())
+    return plan_launch(problems, device_chip())
 
 
 def _legal(problems: Problems, p: Plan) -> bool:

@@ -169,7 +169,7 @@ def test_vector_loads_go_off_where_a_misaligned_x_gives_other_bits(monkeypatch):
     """A device that drops the low address bits of a vector load, as Metal may."""
     problem = Matmul(1, 8, 128, "float16")
     chosen = plan(problem, device_chip())
-    real, calls = check._evaluate, []
+    real, calls = check.evaluate, []
 
     def evaluate(problems, chosen, x, arrays):
         outs = real(problems, chosen, x, arrays)
@@ -182,7 +182,7 @@ def test_vector_loads_go_off_where_a_misaligned_x_gives_other_bits(monkeypatch):
     bound = nn.QuantizedLinear(128, 8)
     layers.adopt(bound)
     bound(mx.ones((1, 128)))
-    monkeypatch.setattr(check, "_evaluate", evaluate)
+    monkeypatch.setattr(check, "evaluate", evaluate)
     check.forget()
     try:
         assert check.check(problem, chosen=chosen).ok
@@ -198,7 +198,7 @@ def test_vector_loads_go_off_where_a_misaligned_x_gives_other_bits(monkeypatch):
     assert mx.array_equal(narrow, wide).item()
     # Nothing helps: the kernel is off.
     monkeypatch.setattr(
-        check, "_evaluate", lambda p, c, x, a: [np.random.rand(1, 8) for _ in p]
+        check, "evaluate", lambda p, c, x, a: [np.random.rand(1, 8) for _ in p]
     )
     try:
         result = check.check(problem, chosen=chosen)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tune_world import at, entry, store
 
@@ -72,14 +73,13 @@ def test_a_row_is_timed_checked_and_exact():
 
 
 def test_rows_with_other_bits_are_found(monkeypatch):
-    real = doctor_kernels.prepare
+    real = doctor_kernels.evaluate
 
-    def other(problem, p):
-        call = real(problem, p)
-        tiny = 1 + 1e-6 * (problem.M > 1)
-        return lambda *arrays: call(*arrays) * tiny
+    def other(problems, p, x, arrays):
+        tiny = np.float32(1 + 1e-6 * (problems[0].M > 1))
+        return [out * tiny for out in real(problems, p, x, arrays)]
 
-    monkeypatch.setattr(doctor_kernels, "prepare", other)
+    monkeypatch.setattr(doctor_kernels, "evaluate", other)
     found = examine(row())
     assert found.exact is False and not found.ok
     assert "rows of M = 4 have other bits than alone" in found.error
@@ -91,7 +91,7 @@ def test_a_kernel_that_does_not_run_is_found(where, monkeypatch):
         raise ExecutorError("planted: does not compile")
 
     module = {"check": check, "doctor_kernels": doctor_kernels}[where]
-    monkeypatch.setattr(module, "prepare", refuse)
+    monkeypatch.setattr(module, "evaluate", refuse)
     found = examine(row())
     assert not found.ok and "planted" in found.error and found.exact is None
 

@@ -2,25 +2,9 @@
 
 import mlx.core as mx
 import pytest
+from test_strict import UNROLL, check, found
 
-from mlx_phase.executor import strict
 from mlx_phase.executor.signature import Arg
-
-INPUTS = [Arg("x", "float16_t", 2, 4096), Arg("s", "float", 0, 1)]
-OUTPUTS = [Arg("y", "float16_t", 2, 4096)]
-TEMPLATE = [("T", mx.float16), ("N", 4)]
-UNROLL = '_Pragma("unroll")'
-LANE = "uint lane = thread_index_in_simdgroup;\n"
-
-
-def check(source, header="", *, inputs=INPUTS, outputs=OUTPUTS, **options):
-    options.setdefault("template", TEMPLATE)
-    return strict.check("k", inputs, outputs, LANE + source, header, **options)
-
-
-def found(source, header="", **options):
-    return {f.rule for f in check(source, header, **options)}
-
 
 BFLOAT = [("T", mx.bfloat16), ("N", 4)]
 
