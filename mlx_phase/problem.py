@@ -51,3 +51,43 @@ class Attention:
     kv_bits: int = 16
     kv_group: int = 64
     window: int | None = None
+
+
+# head_dim and v_head_dim of the decode-attention kernels; unequal pairs are MLA's.
+HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256, 512)
+HEAD_DIM_PAIRS = ((192, 128), (576, 512))
+CACHE_BITS = (4, 8)
+CACHE_GROUPS = (32, 64)
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """Decode attention of ``q_len`` new rows over a cache, one layer.
+
+    ``o[B, Hq, q_len, Dv]`` from q ``[B, Hq, q_len, D]``, k ``[B, Hkv, k_len, D]`` and v
+    ``[B, Hkv, k_len, Dv]``. ``k_bits``, ``v_bits`` of 16 or more: a plain cache of
+    ``dtype``; 8 or 4: affine codes with a scale and a bias of ``dtype`` for each
+    ``k_group``, ``v_group`` elements. ``causal``: row i sees the keys up to its own,
+    the last row all. ``window``: row i sees at most that many, up to its own (0: all).
+    ``mask``: ``none``, ``bool`` or ``additive``. ``sinks``: one more score per head, in
+    the denominator alone. ``lens``: keys of each batch row are counted on the device.
+    ``k_len`` is not part of any plan; 0 says any.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    q_len: int = 1
+    batch: int = 1
+    dtype: str = "bfloat16"
+    k_bits: int = 16
+    k_group: int = 64
+    v_bits: int = 16
+    v_group: int = 64
+    causal: bool = False
+    window: int = 0
+    mask: str = "none"
+    sinks: bool = False
+    lens: bool = False
+    k_len: int = 0

@@ -225,10 +225,11 @@ def atomics() -> Case:
     )
 
 
-def _matrix(name: str, dtype: mx.Dtype, out: mx.Dtype) -> Case:
+def _matrix(name: str, dtype: mx.Dtype, out: mx.Dtype, right=None) -> Case:
     a, b = RNG.integers(-4, 5, (2, 16, 16)).astype(F32)
     source = """
-        simdgroup_matrix<T, 8, 8> l, r, lt, f;
+        simdgroup_matrix<T, 8, 8> l, lt;
+        simdgroup_matrix<R, 8, 8> r, f;
         simdgroup_matrix<U, 8, 8> acc = make_filled_simdgroup_matrix<U, 8, 8>(U(2));
         for (uint k = 0; k < 2; k++) {
           simdgroup_load(l, a + k * 8, 16);
@@ -248,8 +249,9 @@ def _matrix(name: str, dtype: mx.Dtype, out: mx.Dtype) -> Case:
     """
     second = 2 * a[:8, 8:].T @ b[:8, :8]
     want = np.block([[a[:8] @ b[:, 8:] + 2, second], [3 * np.eye(8), second.T]])
-    inputs = {"a": mx.array(a).astype(dtype), "b": mx.array(b).astype(dtype)}
-    template = [("T", dtype), ("U", out)]
+    right = right or dtype
+    inputs = {"a": mx.array(a).astype(dtype), "b": mx.array(b).astype(right)}
+    template = [("T", dtype), ("R", right), ("U", out)]
     header = "#include <metal_simdgroup_matrix>\n"
     return Case(name, source, inputs, [want], [out], header=header, template=template)
 
@@ -272,6 +274,11 @@ def matrix_half_accumulator() -> Case:
 @case
 def matrix_bfloat() -> Case:
     return _matrix("matrix_bfloat", mx.bfloat16, mx.float32)
+
+
+@case
+def matrix_mixed() -> Case:
+    return _matrix("matrix_mixed", mx.bfloat16, mx.bfloat16, mx.float16)
 
 
 @case

@@ -117,6 +117,7 @@ MSL_FN half fma(half a, half b, half c) { return half::from_raw(__hfma(a.raw(), 
 }
 
 #include "metal_cuda_simd.h"
+#include "metal_cuda_matrix.h"
 
 using namespace metal;
 

@@ -1,4 +1,4 @@
-// Metal's collectives, barriers, atomics and simdgroup matrices as warp operations; part of metal_cuda.h.
+// Metal's collectives, barriers and atomics as warp operations; part of metal_cuda.h.
 #pragma once
 
 namespace metal {
@@ -281,94 +281,5 @@ MSL_ATOMIC(and, atomicAnd)
 MSL_ATOMIC(or, atomicOr)
 MSL_ATOMIC(xor, atomicXor)
 #undef MSL_ATOMIC
-
-// ---- 8x8 matrices over a simdgroup: lane L holds row L / 4, columns (L % 4) * 2 and the next one,
-// which is the accumulator layout of mma.sync.
-template <typename T, int R, int C>
-struct simdgroup_matrix {
-  static_assert(R == 8 && C == 8, "only 8x8 simdgroup matrices exist");
-  typedef vec<T, 2> storage_type;
-  storage_type t;
-  simdgroup_matrix() = default;
-  MSL_FN explicit simdgroup_matrix(T diagonal) {
-    const uint row = msl_lane() / 4, column = msl_lane() % 4 * 2;
-    t = storage_type(row == column ? diagonal : T(0), row == column + 1 ? diagonal : T(0));
-  }
-  MSL_FN storage_type& thread_elements() { return t; }
-  MSL_FN const storage_type& thread_elements() const { return t; }
-};
-typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
-typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-
-template <typename T, int R, int C> MSL_FN simdgroup_matrix<T, R, C> make_filled_simdgroup_matrix(T v) {
-  simdgroup_matrix<T, R, C> m;
-  m.t = vec<T, 2>(v);
-  return m;
-}
-template <typename T, int R = 8, int C = 8> MSL_FN simdgroup_matrix<T, R, C> make_diagonal_simdgroup_matrix(T v) {
-  return simdgroup_matrix<T, R, C>(v);
-}
-// origin is (column, row)
-template <typename T, typename P>
-MSL_FN void simdgroup_load(simdgroup_matrix<T, 8, 8>& m, const P* p, ulong row_elements = 8,
-                           ulong2 origin = ulong2(0), bool transpose = false) {
-  const ulong row = msl_lane() / 4, column = msl_lane() % 4 * 2;
-  const P* q = p + origin.y * row_elements + origin.x;
-  if (transpose) m.t = vec<T, 2>((T)q[column * row_elements + row], (T)q[(column + 1) * row_elements + row]);
-  else m.t = vec<T, 2>((T)q[row * row_elements + column], (T)q[row * row_elements + column + 1]);
-}
-template <typename T, typename P>
-MSL_FN void simdgroup_store(const simdgroup_matrix<T, 8, 8>& m, P* p, ulong row_elements = 8,
-                            ulong2 origin = ulong2(0), bool transpose = false) {
-  const ulong row = msl_lane() / 4, column = msl_lane() % 4 * 2;
-  P* q = p + origin.y * row_elements + origin.x;
-  q[transpose ? column * row_elements + row : row * row_elements + column] = (P)m.t.x;
-  q[transpose ? (column + 1) * row_elements + row : row * row_elements + column + 1] = (P)m.t.y;
-}
-// One m16n8k8 with the lower eight rows zero; B wants its transpose in registers.
-template <typename A>
-MSL_FN void msl_mma(float& d0, float& d1, const vec<A, 2>& a, const vec<A, 2>& b, float c0, float c1) {
-  unsigned int bt;
-  float low0, low1;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(bt) : "r"(as_type<unsigned int>(b)));
-  if constexpr (is_same<A, half>::value)
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%9};"
-                 : "=f"(d0), "=f"(d1), "=f"(low0), "=f"(low1)
-                 : "r"(as_type<unsigned int>(a)), "r"(0u), "r"(bt), "f"(c0), "f"(c1), "f"(0.0f));
-  else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%9};"
-                 : "=f"(d0), "=f"(d1), "=f"(low0), "=f"(low1)
-                 : "r"(as_type<unsigned int>(a)), "r"(0u), "r"(bt), "f"(c0), "f"(c1), "f"(0.0f));
-}
-template <typename D, typename A, typename B, typename C>
-MSL_FN void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
-                                          const simdgroup_matrix<B, 8, 8>& b, const simdgroup_matrix<C, 8, 8>& c) {
-  float d0 = (float)c.t.x, d1 = (float)c.t.y;
-  if constexpr (sizeof(A) == 2 && is_same<A, B>::value) {
-    msl_mma(d0, d1, a.t, b.t, d0, d1);
-  } else {
-    const uint lane = msl_lane();
-    const float a0 = (float)a.t.x, a1 = (float)a.t.y, b0 = (float)b.t.x, b1 = (float)b.t.y;
-#pragma unroll
-    for (uint k = 0; k < 8; k++) {
-      const float ak = msl_from(k % 2 ? a1 : a0, (lane & ~3u) + k / 2);
-      d0 = ::fmaf(ak, msl_from(b0, k * 4 + lane % 4), d0);
-      d1 = ::fmaf(ak, msl_from(b1, k * 4 + lane % 4), d1);
-    }
-  }
-  d.t = vec<D, 2>((D)d0, (D)d1);
-}
-template <typename D, typename A, typename B>
-MSL_FN void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d, const simdgroup_matrix<A, 8, 8>& a,
-                               const simdgroup_matrix<B, 8, 8>& b) {
-  simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<float, 8, 8>(0.0f));
-}
-template <typename A, typename B>
-MSL_FN simdgroup_matrix<A, 8, 8> operator*(const simdgroup_matrix<A, 8, 8>& a, const simdgroup_matrix<B, 8, 8>& b) {
-  simdgroup_matrix<A, 8, 8> d;
-  simdgroup_multiply(d, a, b);
-  return d;
-}
 
 }  // namespace metal

@@ -1,0 +1,153 @@
+"""Canary of the attention kernels: each matches an oracle here before it may serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from . import check as checks
+from .attention_ops import variant
+from .check import FLOOR, Checked, rounded
+from .launch.attention import prepare
+from .launch.matmul import device_chip
+from .plan_attention import SdpaPlan, plan_sdpa
+from .problem import Sdpa
+
+# Keys beyond whole chunks, so that tails are reached.
+TAIL = 7
+# Length of the buffer behind the keys, filled with NaN: nothing there may be read.
+SPARE = 9
+
+
+def small(problem: Sdpa, chosen: SdpaPlan) -> Sdpa:
+    """The same kernel on two rows of two kv heads, a chunk of keys and a tail."""
+    heads, k_len = problem.q_heads // problem.kv_heads, chosen.chunk + TAIL
+    return replace(problem, q_heads=2 * heads, kv_heads=2, batch=2, k_len=k_len)
+
+
+def canary(p: Sdpa, seed: int = 0) -> dict[str, object]:
+    """Inputs of a problem: arrays as the launcher takes them, and k, v as float32."""
+    rng, dtype = np.random.default_rng(seed), getattr(mx, p.dtype)
+
+    def random(*shape: int) -> mx.array:
+        return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+    def cache(width: int, bits: int, group: int):
+        # A view of a longer buffer, as mlx-lm keeps its caches.
+        kept = random(p.batch, p.kv_heads, p.k_len, width)
+        if bits >= 16:
+            parts, real = [kept], kept.astype(mx.float32)
+        else:
+            words, *side = parts = mx.quantize(kept, group_size=group, bits=bits)
+            side = [a.astype(mx.float32) for a in side]
+            real = mx.dequantize(words, *side, group_size=group, bits=bits)
+        views = [_padded(a)[:, :, : p.k_len] for a in parts]
+        return views[0] if bits >= 16 else tuple(views), np.array(real)
+
+    # As a model transposes them.
+    q = random(p.batch, p.q_len, p.q_heads, p.head_dim).transpose(0, 2, 1, 3)
+    k, real_k = cache(p.head_dim, p.k_bits, p.k_group)
+    v, real_v = cache(p.v_head_dim, p.v_bits, p.v_group)
+    mask = None
+    if p.mask == "bool":
+        seen = rng.random((p.batch, 1, p.q_len, p.k_len)) < 0.7
+        seen[..., -1] = True
+        mask = mx.array(seen)
+    elif p.mask == "additive":
+        mask = random(p.batch, 1, p.q_len, p.k_len)
+    lens = [p.k_len - i for i in range(p.batch)]
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "sinks": random(p.q_heads) if p.sinks else None,
+        "lens": mx.array(lens, mx.int32) if p.lens else None,
+        "real": (np.array(q.astype(mx.float32)), real_k, real_v),
+    }
+
+
+def _padded(a: mx.array) -> mx.array:
+    spare = (*a.shape[:2], SPARE, a.shape[3])
+    bad = mx.full(spare, float("nan") if a.dtype != mx.uint32 else 0, a.dtype)
+    return mx.concatenate([a, bad], axis=2)
+
+
+def attention(
+    p: Sdpa, inputs: dict[str, object], scale: float, dtype: str | None = None
+) -> np.ndarray:
+    """The oracle, float32 [B, Hq, q_len, Dv]; with `dtype` each step is rounded to it.
+
+    softmax(scale q k^T + mask) v in float64. A row that sees no key is 0.
+    """
+
+    def step(a: np.ndarray) -> np.ndarray:
+        a = a.astype(np.float32)
+        return (a if dtype is None else rounded(a, dtype)).astype(np.float64)
+
+    q, k, v = (step(a) for a in inputs["real"])
+    k, v = (np.repeat(a, p.q_heads // p.kv_heads, axis=1) for a in (k, v))
+    scores = step(scale * (q @ np.swapaxes(k, -1, -2)))
+    if inputs["mask"] is not None:
+        mask = np.array(inputs["mask"].astype(mx.float32))
+        scores += np.log(mask, where=mask > 0, out=np.full_like(mask, -np.inf)) if (
+            p.mask == "bool"
+        ) else mask  # fmt: skip
+    last = np.full(p.batch, p.k_len)
+    if p.lens:
+        last = np.array(inputs["lens"])
+    key, row = np.arange(p.k_len), np.arange(p.q_len)[:, None]
+    ends = last[:, None, None] - p.q_len + row if p.causal else last[:, None, None] - 1
+    seen = key <= ends
+    if p.window:
+        seen &= key > last[:, None, None] - p.q_len + row - p.window
+    scores = np.where(seen[:, None], scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    sink = np.full((p.q_heads, 1, 1), -np.inf)
+    if p.sinks:
+        sink = np.array(inputs["sinks"].astype(mx.float32))[:, None, None]
+    top = np.maximum(top, sink)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+    weights = step(weights / np.where(total == 0, 1, total))
+    return step(weights @ v).astype(np.float32)
+
+
+def _run(p: Sdpa, chosen: SdpaPlan) -> float:
+    """Worst error over the allowed one, with several chunks and with one."""
+    return max(_error(p, chosen), _error(replace(p, k_len=p.q_len + TAIL), chosen))
+
+
+def _error(p: Sdpa, chosen: SdpaPlan) -> float:
+    inputs, scale = canary(p), p.head_dim**-0.5
+    arrays = {k: inputs[k] for k in ("mask", "sinks", "lens")}
+    call = prepare(p, chosen)
+    o = call(inputs["q"], inputs["k"], inputs["v"], scale=scale, **arrays)
+    o = np.array(o.astype(mx.float32))
+    right = attention(p, inputs, scale)
+    dense = attention(p, inputs, scale, p.dtype)
+    allowed = 2 * np.abs(dense - right).max() + FLOOR[p.dtype] * np.abs(right).max()
+    if o.shape != right.shape or not np.isfinite(o).all():
+        return float("inf")
+    return float(np.abs(o - right).max() / allowed)
+
+
+def check(problem: Sdpa, chosen: SdpaPlan | None = None) -> Checked:
+    """Compile and evaluate the kernel planned for a problem, once per process.
+
+    A chunk of keys and a tail, and a part of a chunk, stand for any k_len. A kernel
+    that does not compile, run or match is switched off for the process.
+    """
+    chosen = chosen or plan_sdpa(problem, device_chip())
+    run = partial(_run, small(problem, chosen), chosen)
+    return checks.judged(variant(problem, chosen), problem, run)
+
+
+def probe(problems: tuple, chosen, name: str) -> str | None:
+    """The error of a kernel of any family, or None (hook of `routes.set_probe`)."""
+    if isinstance(problems[0], Sdpa):
+        return check(problems[0], chosen).error
+    return checks.probe(problems, chosen, name)

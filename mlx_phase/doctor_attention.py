@@ -1,0 +1,95 @@
+"""Attention kernels on this device: compiled, right, rows exact."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import mlx.core as mx
+
+from .attention_check import canary, check, small
+from .doctor_kernels import Examined
+from .executor import ExecutorError
+from .launch.attention import prepare
+from .launch.matmul import device_chip
+from .plan_attention import plan_sdpa, supports_sdpa
+from .problem import (
+    CACHE_BITS,
+    CACHE_GROUPS,
+    DTYPE_BYTES,
+    HEAD_DIM_PAIRS,
+    HEAD_DIMS,
+    Sdpa,
+)
+
+Q_LEN = 4
+# Query heads of a kv head.
+HEADS = 4
+
+
+def rows(quick: bool) -> list[Sdpa]:
+    """A few queries for each head size, dtype and cache; ``quick``: each in turn."""
+    plain = (16, 64)
+    if quick:
+        cases = (
+            ((64, 64), "float16", plain),
+            ((128, 128), "bfloat16", plain),
+            ((128, 128), "bfloat16", (8, 64)),
+            ((256, 256), "float32", (4, 32)),
+        )
+    else:
+        sizes = [(d, d) for d in HEAD_DIMS] + list(HEAD_DIM_PAIRS)
+        caches = [plain, *product(CACHE_BITS, CACHE_GROUPS)]
+        cases = product(sizes, DTYPE_BYTES, caches)
+    found = [_row(*case) for case in cases]
+    return [p for p in found if supports_sdpa(p) is None]
+
+
+def _row(dims: tuple[int, int], dtype: str, cache: tuple[int, int]) -> Sdpa:
+    bits, group = cache
+    form = {"k_bits": bits, "v_bits": bits, "k_group": group, "v_group": group}
+    return Sdpa(HEADS, 1, *dims, Q_LEN, dtype=dtype, causal=True, **form)
+
+
+def examine(problem: Sdpa, clock=time.perf_counter) -> Examined:
+    """Check the kernels for one query and for several; compare the bits of the rows."""
+    many = check(problem)
+    first = check(replace(problem, q_len=1, causal=False))
+    error, exact, run_ms = first.error or many.error, None, None
+    if error is None:
+        try:
+            exact, run_ms = _exact(problem, clock)
+        except (ExecutorError, RuntimeError) as e:
+            # MLX reports compile and launch errors of a kernel as these two.
+            error = str(e)
+    if exact is False:
+        error = f"rows of {problem.q_len} queries have other bits than alone"
+    worst, ms = max(first.worst, many.worst), first.ms + many.ms
+    ok, rows = error is None, problem.q_len
+    return Examined(many.kernel, rows, ok, exact, worst, ms, run_ms, error)
+
+
+def _exact(problem: Sdpa, clock) -> tuple[bool, float]:
+    """(each query as alone, on the keys up to its own; milliseconds of a launch)."""
+    p = small(problem, plan_sdpa(problem, device_chip()))
+    inputs, scale = canary(p), p.head_dim**-0.5
+    q, k, v = (inputs[name] for name in "qkv")
+    run, alone = prepare(p), prepare(replace(p, q_len=1, causal=False))
+    whole = run(q, k, v, scale=scale)
+    mx.eval(whole)
+    start = clock()
+    mx.eval(run(q, k, v, scale=scale))
+    ms = 1e3 * (clock() - start)
+    for i in range(p.q_len):
+        keys = p.k_len - p.q_len + 1 + i
+        o = alone(q[:, :, i : i + 1], _first(k, keys), _first(v, keys), scale=scale)
+        if not mx.array_equal(o, whole[:, :, i : i + 1], equal_nan=True).item():
+            return False, ms
+    return True, ms
+
+
+def _first(cache, keys: int):
+    if isinstance(cache, mx.array):
+        return cache[:, :, :keys]
+    return tuple(a[:, :, :keys] for a in cache)

@@ -1,0 +1,166 @@
+"""Launchers of decode attention. They run kernels or raise, never stock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import mlx.core as mx
+
+from ..plan_attention import MAX_SIMDGROUPS, SdpaPlan, plan_sdpa
+from ..problem import Sdpa
+from .matmul import device_chip, kernel
+
+# A cache: a plain view, or (codes, scales, biases) as mlx-lm's QuantizedKVCache has it.
+Cache = mx.array | tuple[mx.array, mx.array, mx.array]
+MASKS = {"none": 0, "bool": 1, "additive": 2}
+
+
+def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object]]:
+    """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
+    dtype = getattr(mx, problem.dtype)
+    args = [("T", dtype), ("D", problem.head_dim), ("DV", problem.v_head_dim)]
+    if p.kernel.endswith("_codes"):
+        for name, bits, group in (
+            ("K", problem.k_bits, problem.k_group),
+            ("V", problem.v_bits, problem.v_group),
+        ):
+            args += [(f"{name}B", min(bits, 16)), (f"{name}G", group)]
+    args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
+    args += [("W", row_blocks(problem, p)), ("CHUNK", p.chunk)]
+    args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
+    return args + [("LENS", problem.lens), ("DIRECT", direct)]
+
+
+def _blocks(problem: Sdpa, p: SdpaPlan) -> int:
+    return -(-problem.q_heads // problem.kv_heads * problem.q_len // p.rows)
+
+
+def row_blocks(problem: Sdpa, p: SdpaPlan) -> int:
+    """Blocks of query rows of a threadgroup, which read the same keys."""
+    return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
+
+
+def reduce_template(problem: Sdpa) -> list[tuple[str, object]]:
+    """Template arguments of ``sdpa_reduce``."""
+    args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
+    return args + [("TG", 512), ("SINKS", problem.sinks)]
+
+
+@lru_cache(maxsize=4096)
+def _reduce_launch(problem: Sdpa) -> dict[str, object]:
+    args = reduce_template(problem)
+    threads = dict(args)["TG"]
+    rows = problem.batch * problem.q_heads * problem.q_len
+    return {
+        "template": args,
+        "grid": (threads, rows, 1),
+        "threadgroup": (threads, 1, 1),
+        "output_shapes": [_out_shape(problem)],
+        "output_dtypes": [args[0][1]],
+    }
+
+
+def _out_shape(p: Sdpa) -> tuple[int, ...]:
+    # [B, q_len, Hq, Dv] in memory is what a model reshapes next, without a copy.
+    if p.q_len == 1:
+        return (p.batch, p.q_heads, 1, p.v_head_dim)
+    return (p.batch, p.q_len, p.q_heads, p.v_head_dim)
+
+
+def _by_head(out: mx.array, q_len: int) -> mx.array:
+    return out if q_len == 1 else out.transpose(0, 2, 1, 3)
+
+
+def merge(
+    problem: Sdpa, o: mx.array, ml: mx.array, sinks: mx.array | None = None
+) -> mx.array:
+    """Output [B, Hq, q_len, Dv] from the states of chunks, in a fixed order.
+
+    o: fp32 [B, Hq, q_len, chunks, Dv]; ml: fp32 [B, Hq, q_len, chunks, 2], the max in
+    natural log units and the sum; the o of a chunk whose max is -inf is not read.
+    """
+    inputs = [o, ml, ml if sinks is None else sinks]
+    out = kernel("sdpa_reduce", False)(inputs=inputs, **_reduce_launch(problem))[0]
+    return _by_head(out, problem.q_len)
+
+
+def _padded(a: mx.array) -> mx.array:
+    # Inputs under 8 elements are `constant` in MSL; only tiny caches have so few.
+    return a if a.size >= 8 else mx.pad(a, [(0, 0), (0, 0), (0, 8), (0, 0)])
+
+
+@lru_cache(maxsize=256)
+def _numbers(scale: float, window: int, causal: bool) -> mx.array:
+    return mx.array([scale, window, causal], mx.float32)
+
+
+def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]:
+    """``f(q, k, v, *, scale, mask=None, sinks=None, lens=None) -> o`` for any k_len.
+
+    q [B, Hq, q_len, D]; k and v [B, Hkv, k_len, D or Dv], views of a cache that are
+    read in place, or (codes, scales, biases) of it; o [B, Hq, q_len, Dv] of q's dtype.
+    The last axis of q, k and v is contiguous, or o is NaN. mask: broadcastable to [B,
+    Hq, q_len, k_len], bool (True: attend) or added to the scores. sinks: [Hq]. lens:
+    int32 [B], keys of each batch row that exist, this step's included. ValueError if
+    no kernel supports the problem.
+    """
+    p = p or plan_sdpa(problem, device_chip())
+    dtype = getattr(mx, problem.dtype)
+    B, H, q_len, DV = problem.batch, problem.q_heads, problem.q_len, problem.v_head_dim
+    W = row_blocks(problem, p)
+    threads = 32 * p.simdgroups * W
+    width = threads * -(-_blocks(problem, p) // W)
+    coded = p.kernel.endswith("_codes")
+
+    def _turns(chunks: int) -> int:
+        """Threadgroups for the chunks of a head, so that each takes as many."""
+        most = p.threadgroups // (width // threads * W * B * problem.kv_heads)
+        return -(-chunks // -(-chunks // max(1, most))) if p.threadgroups else chunks
+
+    @lru_cache(maxsize=4096)
+    def launch(chunks: int) -> dict[str, object]:
+        direct = chunks == 1
+        many = [(B, H, q_len, chunks, n) for n in (DV, 2)]
+        return {
+            "template": template(problem, p, direct),
+            "grid": (width, _turns(chunks), B * problem.kv_heads),
+            "threadgroup": (threads, 1, 1),
+            "output_shapes": [_out_shape(problem), (1,)] if direct else many,
+            "output_dtypes": [dtype if direct else mx.float32, mx.float32],
+        }
+
+    def call(
+        q: mx.array,
+        k: Cache,
+        v: Cache,
+        *,
+        scale: float,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+        lens: mx.array | None = None,
+    ) -> mx.array:
+        # Also in the place of what is not there: it is not read.
+        numbers = _numbers(scale, problem.window, problem.causal)
+        if mask is None:
+            mask = numbers
+        elif mask.ndim != 4:
+            mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+        if coded:
+            k = [*map(_padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
+            v = [*map(_padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
+            inputs, k_len = [q, *k, *v], k[0].shape[2]
+        else:
+            inputs, k_len = [q, k, v], k.shape[2]
+        inputs += [mask, numbers if sinks is None else sinks]
+        inputs += [numbers if lens is None else lens, numbers]
+        chunks = -(-k_len // p.chunk)
+        out, ml = kernel(p.kernel, False)(inputs=inputs, **launch(chunks))
+        if chunks == 1:
+            return _by_head(out, q_len)
+        return merge(problem, out, ml, sinks)
+
+    return call
+
+
+prepare_cached = lru_cache(maxsize=4096)(prepare)

@@ -1,0 +1,146 @@
+"""Decode attention: problem and chip -> kernel and tile. Pure functions over tables.
+
+``MLX_PHASE_PRINT_PLANS=1`` prints each plan on stderr when it is first made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .chip import Chip
+from .problem import (
+    CACHE_BITS,
+    CACHE_GROUPS,
+    DTYPE_BYTES,
+    HEAD_DIM_PAIRS,
+    HEAD_DIMS,
+    Sdpa,
+)
+
+MAX_Q_LEN = 16
+MAX_SIMDGROUPS = 8  # of a threadgroup: 256 threads, which every Apple GPU takes
+
+
+@dataclass(frozen=True)
+class SdpaPlan:
+    """Choices for one problem. ``rows`` and ``threadgroups`` change speed only; all
+    others but ``reason`` change the order of additions, so they depend on dims, format
+    and chip alone, never on q_len, batch or k_len (exact rows).
+
+    chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
+    group between two updates of its softmax. simdgroups: of a threadgroup, how many
+    share the keys of the chunk. rows: query rows that a simdgroup holds. threadgroups:
+    that fill the chip, more chunks than that are taken in turns (0: one each).
+    """
+
+    kernel: str
+    chunk: int
+    lanes: int
+    keys: int
+    simdgroups: int
+    rows: int
+    exact: bool
+    reason: str
+    threadgroups: int = 0
+
+
+# Chip family, query heads per kv head from, larger of the head dims up to -> kernel,
+# chunk, lanes, keys, simdgroups, most rows. First match wins, the last rows are any
+# other chip. A lane of the vector kernel holds about 16 floats of q and o per row (128
+# / 16 lanes, twice). H200, bf16, 32/8 heads of 128, 32k keys, GPU time with the reduce,
+# 2026-11-29: matrix 45.0 us (chunk 512: 42.0, but 14.8 against 10.7 at 1k keys; 128:
+# 50.6), vector 99.5; 16/2 heads of 256: 30.1 us. Unmeasured on Apple.
+_TILES = (
+    ("Hopper", 1, 256, "sdpa_matrix", 256, 4, 16, 4, 16),
+    ("Hopper", 1, 64, "sdpa_split", 256, 8, 4, 4, 4),
+    ("Hopper", 1, 128, "sdpa_split", 256, 16, 4, 4, 4),
+    ("Hopper", 1, 256, "sdpa_split", 128, 32, 4, 4, 4),
+    ("", 1, 64, "sdpa_split", 256, 8, 2, 4, 2),
+    ("", 1, 128, "sdpa_split", 256, 16, 2, 4, 2),
+    ("", 1, 256, "sdpa_split", 128, 32, 2, 4, 2),
+    ("", 1, 576, "sdpa_split", 64, 32, 2, 4, 2),
+)
+
+
+def supports_sdpa(problem: Sdpa) -> str | None:
+    """None if the decode-attention kernels compute ``problem``, or why not."""
+    p = problem
+    if p.dtype not in DTYPE_BYTES:
+        return f"queries are {p.dtype}, kernels take {', '.join(DTYPE_BYTES)}"
+    dims = (p.head_dim, p.v_head_dim)
+    if dims not in HEAD_DIM_PAIRS and (dims[0] not in HEAD_DIMS or dims[0] != dims[1]):
+        return f"head dims {dims}: kernels have {HEAD_DIMS} and {HEAD_DIM_PAIRS}"
+    if min(p.q_heads, p.kv_heads, p.batch, p.q_len) < 1 or p.k_len < 0:
+        return "empty problem"
+    if p.q_heads % p.kv_heads:
+        return f"{p.q_heads} query heads are no multiple of {p.kv_heads} kv heads"
+    if p.q_len > MAX_Q_LEN:
+        return f"q_len = {p.q_len}: decode kernels take 1..{MAX_Q_LEN}"
+    if p.mask not in ("none", "bool", "additive"):
+        return f"mask {p.mask!r}: kernels take none, bool and additive"
+    if p.window < 0:
+        return f"window = {p.window} is negative"
+    for name, bits, group, dim in (
+        ("k", p.k_bits, p.k_group, p.head_dim),
+        ("v", p.v_bits, p.v_group, p.v_head_dim),
+    ):
+        if bits >= 16:
+            continue
+        if bits not in CACHE_BITS or group not in CACHE_GROUPS or dim % group:
+            return (
+                f"{name} has {bits}-bit codes in groups of {group} of {dim}: kernels "
+                f"have bits {CACHE_BITS} and groups {CACHE_GROUPS}"
+            )
+    return None
+
+
+def row_block(rows: int, most: int) -> int:
+    """Rows of a simdgroup: blocks of at most ``most`` that are as even as can be."""
+    return -(-rows // -(-rows // most))
+
+
+@lru_cache(maxsize=4096)
+def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
+    """The plan for ``problem``; ValueError if :func:`supports_sdpa` says no."""
+    p = problem
+    if (why := supports_sdpa(p)) is not None:
+        raise ValueError(f"no kernel for {p}: {why}")
+    dim, G = max(p.head_dim, p.v_head_dim), p.q_heads // p.kv_heads
+    # Without them a float32 product is slower; codes come in packs of 32 of K, 64 of V.
+    tensor_cores = p.dtype != "float32" and not (
+        p.head_dim % (16 if p.k_bits >= 16 else 32)
+        or p.v_head_dim % (16 if p.v_bits >= 16 else 64)
+    )
+    kernel, chunk, lanes, keys, simdgroups, most = next(
+        row[3:]
+        for row in _TILES
+        if row[0] in chip.family
+        and G >= row[1]
+        and dim <= row[2]
+        and (tensor_cores or row[3] != "sdpa_matrix")
+    )
+    if p.dtype == "float32":
+        keys = min(keys, 2)  # a key takes twice the registers
+    if min(p.k_bits, p.v_bits) < 16:
+        kernel += "_codes"
+    rows, threadgroups = row_block(G * p.q_len, most), 0
+    if kernel.startswith("sdpa_matrix"):
+        rows = min(most, -(-G * p.q_len // 8) * 8)
+        # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
+        threadgroups = (12 if rows <= 8 else 8) * chip.gpu_cores // simdgroups
+    reason = f"{G} x {p.q_len} query rows read a chunk of {chunk} keys once"
+    chosen = SdpaPlan(
+        kernel, chunk, lanes, keys, simdgroups, rows, True, reason, threadgroups
+    )
+    if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
+        print(
+            f"mlx_phase plan on {chip.name}: attention {p.q_heads}/{p.kv_heads} heads "
+            f"of {p.head_dim}/{p.v_head_dim} q_len={p.q_len} k{p.k_bits} v{p.v_bits} "
+            f"{p.dtype} -> {kernel} chunk={chunk} lanes={lanes} keys={keys} "
+            f"simdgroups={simdgroups} rows={rows}: {reason}",
+            file=sys.stderr,
+        )
+    return chosen

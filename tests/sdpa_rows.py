@@ -1,0 +1,75 @@
+"""Template rows of decode attention, for the checks that compile and do not run."""
+
+from mlx_phase import source
+from mlx_phase.chip import lookup
+from mlx_phase.executor.signature import METAL_TYPES, Arg
+from mlx_phase.launch.attention import reduce_template, template
+from mlx_phase.plan_attention import SdpaPlan, plan_sdpa
+from mlx_phase.problem import Sdpa
+
+# Every dtype, head-dim class, format, mask and mode; heads, rows and chips take turns.
+PROBLEMS = (
+    Sdpa(32, 8, 128, 128),
+    Sdpa(32, 8, 128, 128, q_len=4, causal=True, lens=True),
+    Sdpa(32, 8, 64, 64, dtype="float16", mask="bool", sinks=True),
+    Sdpa(3, 3, 72, 72, q_len=2, dtype="float16", mask="additive", window=100),
+    Sdpa(8, 2, 96, 96, dtype="float32", causal=True, q_len=3),
+    Sdpa(16, 2, 256, 256, q_len=2, causal=True),
+    Sdpa(16, 16, 192, 128),
+    Sdpa(16, 1, 576, 512),
+    Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8),
+    Sdpa(32, 8, 128, 128, q_len=4, k_bits=4, v_bits=4, k_group=32, dtype="float16"),
+    Sdpa(8, 8, 64, 64, k_bits=4, v_bits=16, dtype="float32", mask="bool"),
+    Sdpa(9, 3, 96, 96, k_bits=16, v_bits=8, v_group=32),
+    Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
+)
+
+
+def rows(chips: tuple[str, ...]) -> list[tuple[Sdpa, SdpaPlan, bool]]:
+    """(problem, plan, whether it has one chunk)."""
+    return [
+        (p, plan_sdpa(p, lookup(chips[i % len(chips)])), i % 3 == 2)
+        for i, p in enumerate(PROBLEMS)
+    ]
+
+
+def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:
+    """Short name for test ids."""
+    p, chosen, direct = row
+    form = f"{p.head_dim}-{p.v_head_dim}-k{p.k_bits}-v{p.v_bits}-{p.dtype}"
+    return f"{chosen.kernel}-{form}-{p.mask}-R{chosen.rows}" + "-direct" * direct
+
+
+def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) -> tuple:
+    """(name, inputs, outputs, body, header, template) as the launcher passes them."""
+    text = source.load(p.kernel, narrow)
+    metal = METAL_TYPES[problem.dtype]
+    types = dict.fromkeys(("q", "k", "v", "ks", "kb", "vs", "vb"), metal)
+    types |= {"k": metal if problem.k_bits >= 16 else "uint32_t"}
+    types |= {"v": metal if problem.v_bits >= 16 else "uint32_t"}
+    types |= {"mask": {"bool": "bool", "additive": metal}.get(problem.mask, "float")}
+    inputs = []
+    for name in text.input_names:
+        small = name in ("lens", "numbers", "sinks") or (
+            name == "mask" and problem.mask == "none"
+        )
+        kind = types.get(name, "int" if name == "lens" and problem.lens else "float")
+        inputs.append(Arg(name, kind, 1 if small else 4, 1 if small else 4096))
+    outputs = [
+        Arg("out", metal if direct else "float", 4 if direct else 5, 4096),
+        Arg("ml", "float", 1 if direct else 5, 1 if direct else 4096),
+    ]
+    values = template(problem, p, direct)
+    return text.name, inputs, outputs, text.body, text.header, values
+
+
+def reduce_arguments(problem: Sdpa) -> tuple:
+    """The same of the kernel that merges the chunks."""
+    text = source.load("sdpa_reduce")
+    metal = METAL_TYPES[problem.dtype]
+    # One head and two chunks: so few are in the constant address space.
+    inputs = [Arg("o", "float", 5, 4096), Arg("ml", "float", 5, 4)]
+    sinks = (metal, 1, problem.q_heads) if problem.sinks else ("float", 5, 4096)
+    inputs.append(Arg("sinks", *sinks))
+    outputs = [Arg("out", metal, 4, 4096)]
+    return text.name, inputs, outputs, text.body, text.header, reduce_template(problem)

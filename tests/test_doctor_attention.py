@@ -1,0 +1,63 @@
+"""The doctor's attention rows: every kernel, exact rows, failures it must see."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_phase import check, doctor, doctor_attention
+from mlx_phase.doctor_attention import examine, rows
+from mlx_phase.launch.matmul import device_chip
+from mlx_phase.plan_attention import plan_sdpa
+from mlx_phase.problem import CACHE_BITS, HEAD_DIM_PAIRS, HEAD_DIMS, Sdpa
+
+SMALL = Sdpa(2, 1, 64, 64, 3, dtype="float32", causal=True)
+
+
+@pytest.fixture(autouse=True)
+def clean_results():
+    check.forget()
+    yield
+    check.forget()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_rows_reach_every_kernel_size_dtype_and_cache(quick):
+    found = rows(quick)
+    kernels = {plan_sdpa(p, device_chip()).kernel for p in found}
+    assert kernels == {"sdpa_split", "sdpa_split_codes"}
+    assert {p.dtype for p in found} == {"float16", "bfloat16", "float32"}
+    assert {p.k_bits for p in found} == {16, *CACHE_BITS}
+    assert len(found) < 6 if quick else len(found) > 100
+    if not quick:
+        sizes = {(p.head_dim, p.v_head_dim) for p in found}
+        assert sizes == {(d, d) for d in HEAD_DIMS} | set(HEAD_DIM_PAIRS)
+    assert doctor.everything(quick)[-len(found) :] == found
+
+
+def test_a_row_is_timed_checked_and_exact():
+    ticks = iter([1.0, 1.5])
+    found = examine(SMALL, clock=lambda: next(ticks))
+    assert found.ok and found.exact is True and found.error is None
+    assert found.run_ms == pytest.approx(500) and 0 < found.worst < 1
+    assert found.kernel.startswith("sdpa_split float32") and found.M == 3
+
+
+def test_rows_with_other_bits_are_found(monkeypatch):
+    real = doctor_attention.prepare
+
+    def other(problem):
+        call = real(problem)
+        return lambda *a, **options: call(*a, **options) * (1 + 1e-6 * problem.causal)
+
+    monkeypatch.setattr(doctor_attention, "prepare", other)
+    found = examine(SMALL)
+    assert found.exact is False and not found.ok
+    assert "rows of 3 queries have other bits than alone" in found.error
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    def wrong(problem, chosen):
+        return lambda q, k, v, **options: mx.zeros_like(q)
+
+    monkeypatch.setattr("mlx_phase.attention_check.prepare", wrong)
+    found = examine(SMALL)
+    assert not found.ok and "wrong result" in found.error and found.exact is None
