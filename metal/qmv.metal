@@ -19,10 +19,11 @@ METAL_FUNC void load_words(const device uint* p, thread uint* q) {
   }
 }
 
-// One pack: acc[r][m] += sum over PK weights. q is [R][NW], s and b [R].
-template <typename T, int bits, int group, int M, int R, bool WIDE>
+// One pack: acc[r][m] += sum over PK weights. q is [R][NW], s and b [R]. NORM: x is multiplied by
+// nw [K], and acc[R M + m] += x^2, for an RMS norm without a pass of its own.
+template <typename T, int bits, int group, int M, int R, bool WIDE, bool NORM>
 METAL_FUNC void add_pack(
-    const device T* x, const int K, const thread uint* q, const thread float* s,
+    const device T* x, const device T* nw, const int K, const thread uint* q, const thread float* s,
     const thread float* b, const uint one, thread float* acc) {
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32, P = in_place<bits>();
   // part[k]: the sum of the x whose codes sit k places up in their halves.
@@ -38,10 +39,18 @@ METAL_FUNC void add_pack(
         UNROLL for (int i = 0; i < 8; i++) h[r][i] -= 1024.0f;
       }
     }
+    float n[8];
+    if (NORM) load8<T, WIDE>(nw + 8 * j, n);
     UNROLL for (int m = 0; m < M; m++) {
       float v[8];
       load8<T, WIDE>(x + (size_t)m * K + 8 * j, v);
-      if (AFFINE) {
+      if (NORM) {
+        UNROLL for (int i = 0; i < 8; i++) {
+          acc[R * M + m] = fma(v[i], v[i], acc[R * M + m]);
+          if (AFFINE) part[m * P + i % P] = fma(v[i], n[i], part[m * P + i % P]);
+          v[i] *= n[i];
+        }
+      } else if (AFFINE) {
         UNROLL for (int k = 0; k < P; k++) {
           float t = v[k];
           UNROLL for (int i = k + P; i < 8; i += P) t += v[i];
@@ -69,28 +78,44 @@ METAL_FUNC void add_pack(
   }
 }
 
-// w, scales and biases point to the first of R rows; the lane's packs are c0, c0 + 32 KS, ...
-template <typename T, int bits, int group, int M, int R, int KS, bool WIDE, typename S, typename B>
+// Where the R rows of a simdgroup lie: H = (R + 1) / 2 of them from the first pointers on. PAIR: the
+// others from the second ones on, otherwise they follow.
+template <typename S, typename B>
+struct Rows {
+  const device uint *w, *w2;
+  const device S *s, *s2;
+  const device B *b, *b2;
+};
+
+// The lane's packs are c0, c0 + 32 KS, ... of each row.
+template <typename T, int bits, int group, int M, int R, int KS, bool WIDE, bool NORM, bool PAIR, typename S,
+          typename B>
 METAL_FUNC void qmv_rows(
-    const device T* x, const device uint* w, const device S* scales, const device B* biases,
-    thread float* acc, const int K, const int c0, const int end) {
-  const int PK = pack_size<bits, group>(), NW = PK * bits / 32;
-  UNROLL for (int i = 0; i < R * M; i++) acc[i] = 0;
+    const device T* x, const device T* nw, Rows<S, B> at, thread float* acc, const int K, const int c0,
+    const int end) {
+  const int PK = pack_size<bits, group>(), NW = PK * bits / 32, H = (R + 1) / 2;
+  UNROLL for (int i = 0; i < (NORM ? R * M + M : R * M); i++) acc[i] = 0;
   const uint one = one_bits(K);
-  w += c0 * NW;
+  at.w += c0 * NW;
+  if (PAIR) at.w2 += c0 * NW;
   x += c0 * PK;
+  if (NORM) nw += c0 * PK;
   for (int c = c0; c < end; c += 32 * KS) {
     uint q[R * NW];
     float s[R], b[R];
     UNROLL for (int r = 0; r < R; r++) {
-      load_words<NW, WIDE>(w + (uint)(r * (K / PK * NW)), q + r * NW);
-      const uint g = (uint)(r * (K / group) + c * PK / group);
-      s[r] = group_scale<group, bits>(scales[g]);
-      b[r] = AFFINE ? float(biases[g]) : 0;
+      const bool two = PAIR && r >= H;
+      const int i = two ? r - H : r;
+      load_words<NW, WIDE>((two ? at.w2 : at.w) + (uint)(i * (K / PK * NW)), q + r * NW);
+      const uint g = (uint)(i * (K / group) + c * PK / group);
+      s[r] = group_scale<group, bits>((two ? at.s2 : at.s)[g]);
+      b[r] = AFFINE ? float((two ? at.b2 : at.b)[g]) : 0;
     }
-    add_pack<T, bits, group, M, R, WIDE>(x, K, q, s, b, one, acc);
-    w += 32 * KS * NW;
+    add_pack<T, bits, group, M, R, WIDE, NORM>(x, nw, K, q, s, b, one, acc);
+    at.w += 32 * KS * NW;
+    if (PAIR) at.w2 += 32 * KS * NW;
     x += 32 * KS * PK;
+    if (NORM) nw += 32 * KS * PK;
   }
 }
 
@@ -107,14 +132,15 @@ METAL_FUNC void qmv(
   const int c = tg.y * share + sg % KS * 32 + lane, end = min(packs, int(tg.y + 1) * share);
   // Looked at before the row is added: all threads of the grid take the same branch.
   const bool wide = ALIGNED(x, 16) && ALIGNED(w, 16);
-  w += (size_t)row * KW;
-  scales += (size_t)row * (K / group);
-  biases += (size_t)row * (K / group);
+  Rows<S, B> at;
+  at.w = w + (size_t)row * KW;
+  at.s = scales + (size_t)row * (K / group);
+  at.b = biases + (size_t)row * (K / group);
   float acc[R * M];
   if (wide)
-    qmv_rows<T, bits, group, M, R, KS, true>(x, w, scales, biases, acc, K, c, end);
+    qmv_rows<T, bits, group, M, R, KS, true, false, false>(x, x, at, acc, K, c, end);
   else
-    qmv_rows<T, bits, group, M, R, KS, false>(x, w, scales, biases, acc, K, c, end);
+    qmv_rows<T, bits, group, M, R, KS, false, false, false>(x, x, at, acc, K, c, end);
   finish<O, M, R, SG, KS>(acc, y + (size_t)tg.y * M * N, part, N, row0, row, sg, lane);
 }
 

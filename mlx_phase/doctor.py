@@ -20,8 +20,14 @@ from rich.progress import track
 
 from . import ops, tune_store
 from .bench.device import EMULATION, Environment, environment
-from .bench.kernel_suite import Effort, host_case
+from .bench.kernel_suite import host_case
+from .bench.kernel_timer import Effort
 from .bench.measure import NoiseError
+from .doctor_attention import examine as examine_attention
+from .doctor_attention import rows as attention_rows
+from .doctor_fused import FusedRow
+from .doctor_fused import examine as examine_fused
+from .doctor_fused import rows as fused_rows
 from .doctor_kernels import Examined, Row, examine, rows
 from .doctor_machine import facts
 from .executor import ExecutorError
@@ -30,7 +36,7 @@ from .model_error import ModelError
 from .models import load
 from .patch import patch
 from .plan import Plan
-from .problem import Matmul
+from .problem import Matmul, Sdpa
 from .tune_plans import Problems, StoredPlans
 
 SCHEMA = 1
@@ -79,10 +85,12 @@ def parser() -> argparse.ArgumentParser:
     much.add_argument(
         "--quick",
         action="store_true",
-        help="formats, dtypes and tiles in turn (the default on the CPU)",
+        help="formats, dtypes and tiles in turn (the default but on Apple GPUs)",
     )
     much.add_argument(
-        "--full", action="store_true", help="all of them (the default on a GPU)"
+        "--full",
+        action="store_true",
+        help="all of them (the default on Apple GPUs); CUDA takes 3 s a kernel",
     )
     p.add_argument("--json", action="store_true", help="JSON instead of text")
     return p
@@ -93,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         env = environment()
-        quick = args.quick or (env.executor == "cpu" and not args.full)
+        quick = args.quick or (env.executor != "apple" and not args.full)
         found = diagnose(env, quick, args.model)
     except (ModelError, ExecutorError) as error:
         print(f"mlx_phase.doctor: error: {error}", file=sys.stderr)
@@ -105,12 +113,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.problems else 0
 
 
+def everything(quick: bool) -> list[Row | Sdpa | FusedRow]:
+    """What is examined: kernels of matmuls, of attention, of fused blocks."""
+    return [*rows(quick), *attention_rows(quick), *fused_rows(quick)]
+
+
 def diagnose(
     env: Environment,
     quick: bool,
     model: str | None = None,
     *,
-    todo: Callable[[bool], list[Row]] = rows,
+    todo: Callable[[bool], list[Row | Sdpa | FusedRow]] = everything,
 ) -> Diagnosis:
     """Read the machine and run the checks. ModelError for an unknown model."""
     stored = tune_store.lookup()
@@ -120,17 +133,15 @@ def diagnose(
     own = [] if stored.plans is None else _stored_rows(stored.plans)
     if model is not None:
         own += _model(found, env, model)
-    distinct = {
-        (ops.variant(r.one[0], r.plan_one), ops.variant(r.many[0], r.plan_many)): r
-        for r in [*todo(quick), *own]
-    }
+    distinct = {_key(row): row for row in [*todo(quick), *own]}
     progress = Console(stderr=True)
     quiet = not progress.is_terminal
     every = list(distinct.values())
     for row in track(
         every, "checking", console=progress, transient=True, disable=quiet
     ):
-        found.kernels.append(examine(row))
+        looks = {Sdpa: examine_attention, FusedRow: examine_fused}
+        found.kernels.append(looks.get(type(row), examine)(row))
     # The check switches them off; asking means setting.
     narrow_loads(narrow := narrow_loads(True))
     found.machine["vector_loads"] = (
@@ -141,6 +152,14 @@ def diagnose(
     else:
         _host(found, env)
     return found
+
+
+def _key(row: Row | Sdpa | FusedRow) -> object:
+    if isinstance(row, Sdpa | FusedRow):
+        return row
+    return ops.variant(row.one[0], row.plan_one), ops.variant(
+        row.many[0], row.plan_many
+    )
 
 
 def _host(found: Diagnosis, env: Environment) -> None:

@@ -11,6 +11,7 @@ from .check import evaluate
 from .executor import ExecutorError
 from .launch.matmul import device_chip
 from .plan import Plan, plan_launch
+from .plan_matrix import on_matrix, plan_matrix
 from .problem import AFFINE_BITS, AFFINE_GROUPS, DTYPE_BYTES, FP_MODES, Matmul
 from .tune_plans import Problems
 
@@ -19,13 +20,15 @@ DTYPES = tuple(DTYPE_BYTES)
 ROWS = (4, 8, 16)
 # (N, K) that fill a chip, and that split K over simdgroups and over threadgroups.
 SHAPES = ((14336, 4096), (1024, 4096), (256, 8192), (8, 16384))
+# Rows of x on matrix units: a tile of 8 and one of 16, the smaller in part.
+MATRIX_ROWS = (7, 16)
 SPLITS = 3  # for a chip whose table never splits over threadgroups
 SHARED = ((4096, 1024, 1024), (14336, 14336))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A launch with M = 1 and with a larger M, with their plans."""
+    """A launch with M = 1 (matrix units: few rows) and a larger M, with their plans."""
 
     one: Problems
     many: Problems
@@ -35,7 +38,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Examined:
-    """Result of one row. ``exact``: each row of x has the bits it has alone.
+    """Result of one row. ``exact``: each row of x has the bits it has alone; None where
+    the plan does not promise it.
 
     ``worst`` is the larger error over what is allowed, ``first_ms`` the time of
     compiling and checking both kernels, ``run_ms`` of a launch after that.
@@ -71,12 +75,27 @@ def rows(quick: bool) -> list[Row]:
         for case, m in product(typed, ROWS):
             found.append(_row(case, m, (next(shapes),)))
     form = (4, 64, "affine")
+    two = [(*form, "bfloat16"), (*modes[0], "float16")]
+    found += _matrix(two if quick else typed)
     for Ns, dtype in zip(SHARED, ("bfloat16", "float16"), strict=True):
         found.append(_row((*form, dtype), 4, [(N, 4096) for N in Ns]))
     split = _row((*form, "bfloat16"), 2, (SHAPES[-1],))
     halves = {"splits": max(SPLITS, split.plan_one.splits)}
     plans = replace(split.plan_one, **halves), replace(split.plan_many, **halves)
     return [*found, Row(split.one, split.many, *plans)]
+
+
+def _matrix(typed: list[tuple[int, int, str, str]]) -> list[Row]:
+    """Of the formats and dtypes, those that this chip may take to matrix units."""
+    found, chip = [], device_chip()
+    for bits, group, mode, dtype in typed:
+        few, many = (
+            Matmul(m, *SHAPES[0], dtype, bits, group, mode) for m in MATRIX_ROWS
+        )
+        if on_matrix(many, chip):
+            plans = plan_matrix(few, chip), plan_matrix(many, chip)
+            found.append(Row((few,), (many,), *plans))
+    return found
 
 
 def _row(case: tuple[int, int, str, str], m: int, shapes) -> Row:
@@ -105,7 +124,7 @@ def examine(row: Row, clock=time.perf_counter) -> Examined:
     return Examined(name, M, error is None, exact, worst, ms, run_ms, error)
 
 
-def _exact(row: Row, clock) -> tuple[bool, float]:
+def _exact(row: Row, clock) -> tuple[bool | None, float]:
     """(first and last row of x as alone, milliseconds of a launch)."""
     many = checks.small(row.many)
     arrays = [checks.canary(p, i)[0] for i, p in enumerate(many)]
@@ -114,6 +133,8 @@ def _exact(row: Row, clock) -> tuple[bool, float]:
     start = clock()
     evaluate(many, row.plan_many, x, weights)
     ms = 1e3 * (clock() - start)
+    if not row.plan_many.exact:
+        return None, ms
     one = tuple(replace(p, M=1) for p in many)
     for m in {0, row.many[0].M - 1}:
         alone = evaluate(one, row.plan_one, x[m : m + 1], weights)

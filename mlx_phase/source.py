@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Ordered, never globbed: a file may use only what stands before it. Same table
 # in metal/README.md (tests/test_source.py compares them).
+_FUSED = ("base.h", "dequant.h", "qmv.metal", "qmv_fused.metal")
+_QKV = (*_FUSED, "qmv_qkv.metal")
 KERNELS: dict[str, tuple[str, ...]] = {
     "qmv": ("base.h", "dequant.h", "qmv.metal"),
     "qmv_fp": ("base.h", "dequant_fp.h", "qmv.metal"),
@@ -16,6 +18,40 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "qmv_triple": ("base.h", "dequant.h", "qmv.metal"),
     "qmv_reduce": ("qmv_reduce.metal",),
     "gemv": ("base.h", "gemv.metal"),
+    "qmm_small": ("base.h", "dequant.h", "mma.h", "operands.h", "qmm_small.metal"),
+    "qmm_small_fp": (
+        *("base.h", "dequant_fp.h", "mma.h", "operands.h", "qmm_small.metal"),
+    ),
+    "sdpa_split": (
+        *("base.h", "sdpa_plain.h", "sdpa.h", "sdpa_place.h", "sdpa_split.metal"),
+    ),
+    "sdpa_split_codes": (
+        *("base.h", "dequant.h", "sdpa.h", "sdpa_place.h", "sdpa_split.metal"),
+    ),
+    "sdpa_reduce": ("base.h", "sdpa.h", "sdpa_reduce.metal"),
+    "sdpa_matrix": (
+        "base.h",
+        "sdpa_plain.h",
+        "mma.h",
+        "operands.h",
+        "sdpa.h",
+        "sdpa_place.h",
+        "sdpa_matrix.metal",
+    ),
+    "sdpa_matrix_codes": (
+        "base.h",
+        "dequant.h",
+        "mma.h",
+        "operands.h",
+        "sdpa.h",
+        "sdpa_place.h",
+        "sdpa_matrix.metal",
+    ),
+    "qmv_add": _FUSED,
+    "qmv_glu": _FUSED,
+    "qmv_qkv": _QKV,
+    "qmv_qkv_bias": _QKV,
+    "qk_norm": ("qk_norm.metal",),
 }
 
 _MARK = re.compile(r"^//! kernel (\w+) \(([\w, ]*)\) -> \(([\w, ]*)\)$", re.M)

@@ -23,7 +23,7 @@ def device_chip() -> Chip:
 
 
 @cache
-def kernel(name: str):
+def kernel(name: str, ensure_row_contiguous: bool = True):
     """The callable of ``metal_kernel`` for one entry of ``source.KERNELS``."""
     text = load(name, _narrow)
     return metal_kernel(
@@ -32,6 +32,7 @@ def kernel(name: str):
         output_names=list(text.output_names),
         header=text.header,
         source=text.body,
+        ensure_row_contiguous=ensure_row_contiguous,
     )
 
 
@@ -60,7 +61,8 @@ def _pad_rows(a: mx.array, rows: int) -> mx.array:
     return mx.pad(a, [(0, rows - a.shape[0]), (0, 0)])
 
 
-def _tiles(p: Plan, N: int) -> int:
+def tiles(p: Plan, N: int) -> int:
+    """Threadgroups that compute N rows of a matrix."""
     return -(-N // (p.rows * p.simdgroups // p.k_simdgroups))
 
 
@@ -86,7 +88,7 @@ def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
     # A tile needs as many rows as it owns.
     rows = max(N, -(-8 // width), p.rows)
     run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
-    launch = _launch(problem, p, _tiles(p, rows))
+    launch = _launch(problem, p, tiles(p, rows))
     launch["output_dtypes"] = [dtype if p.splits == 1 else mx.float32]
     partial = [(p.splits, M * rows)]
     reduce = {
@@ -118,7 +120,7 @@ def prepare_shared(members: tuple[Matmul, ...], p: Plan | None = None) -> Launch
     p = p or plan_shared(members, device_chip())
     first = members[0]
     run = kernel(p.kernel)
-    launch = _launch(first, p, sum(_tiles(p, m.N) for m in members))
+    launch = _launch(first, p, sum(tiles(p, m.N) for m in members))
     launch["output_dtypes"] = [getattr(mx, first.x_dtype)] * len(members)
 
     def call(x: mx.array, *weights: mx.array) -> list[mx.array]:

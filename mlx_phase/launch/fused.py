@@ -1,0 +1,165 @@
+"""Launchers of the fused decode block: qmv with what stands before and after it.
+
+They run a kernel or raise, never stock. Weights are affine, read in place.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from ..plan import Plan, plan_fused
+from ..problem import Matmul
+from .matmul import Launch, device_chip, kernel, template, tiles
+
+ACTIVATIONS = {"silu": 0, "gelu_approx": 1}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """head_dim, how many of its first dims rotate, and in which pairs: neighbours
+    (traditional) or halves."""
+
+    head_dim: int
+    dims: int
+    traditional: bool
+
+
+def _norm(eps: float | None) -> list[tuple[str, object]]:
+    # Template arguments are whole numbers: the kernel gets the bits of eps.
+    (bits,) = struct.unpack("<i", struct.pack("<f", eps or 0.0))
+    return [("NORM", eps is not None), ("EPS", bits)]
+
+
+def _rotary(r: Rotary) -> list[tuple[str, object]]:
+    return [("D", r.head_dim), ("ROT", r.dims), ("TRAD", r.traditional)]
+
+
+def glu_template(p: Plan, problem: Matmul, activation: str, eps: float | None) -> list:
+    """Template arguments of ``qmv_glu``."""
+    act = ("ACT", ACTIVATIONS[activation])
+    return [*template(problem, p)[:-1], *_norm(eps), act]
+
+
+def qkv_template(
+    p: Plan, members: tuple[Matmul, ...], rotary: Rotary, eps: float | None
+) -> list:
+    """Template arguments of ``qmv_qkv`` and ``qmv_qkv_bias``."""
+    bits = [("B1", members[1].bits), ("B2", members[2].bits)]
+    return [*template(members[0], p)[:-1], *_norm(eps), *_rotary(rotary), *bits]
+
+
+def qk_norm_template(dtype: str, rotary: Rotary, eps: float) -> list:
+    """Template arguments of ``qk_norm``."""
+    return [("T", getattr(mx, dtype)), *_norm(eps)[1:], *_rotary(rotary)]
+
+
+def _tile(p: Plan, count: int, args: list[tuple[str, object]]) -> dict[str, object]:
+    return {
+        "template": args,
+        "grid": (count * 32 * p.simdgroups, 1, 1),
+        "threadgroup": (32 * p.simdgroups, 1, 1),
+    }
+
+
+def prepare_add(problem: Matmul, p: Plan | None = None) -> Launch:
+    """A function ``(x, w, scales, biases, res) -> res + x @ W.T``, in one launch.
+
+    x [..., K] with M rows, w [N, K * bits / 32], res and the result [..., N].
+    """
+    p = p or plan_fused("qmv_add", (problem,), device_chip())
+    run, dtype = kernel("qmv_add"), getattr(mx, problem.x_dtype)
+    launch = _tile(p, tiles(p, problem.N), template(problem, p)[:-1])
+
+    def call(x, w, scales, biases, res) -> mx.array:
+        return run(
+            inputs=[x, w, scales, biases, res],
+            output_shapes=[res.shape],
+            output_dtypes=[dtype],
+            **launch,
+        )[0]
+
+    return call
+
+
+def prepare_glu(
+    problem: Matmul, activation: str, eps: float | None, p: Plan | None = None
+) -> Launch:
+    """A function ``(x, norm, *gate, *up) -> act(n(x) @ Wg.T) * (n(x) @ Wu.T)``.
+
+    n is the RMS norm with weight ``norm`` [K] and ``eps``; None: x as it is, and any
+    array stands for the weight. gate and up are (w, scales, biases) of one shape.
+    """
+    p = p or plan_fused("qmv_glu", (problem, problem), device_chip())
+    run, dtype = kernel("qmv_glu"), getattr(mx, problem.x_dtype)
+    # A simdgroup's rows are half gate, half up.
+    count = tiles(replace(p, rows=p.rows // 2), problem.N)
+    launch = _tile(p, count, glu_template(p, problem, activation, eps))
+
+    def call(x, norm, *weights) -> mx.array:
+        return run(
+            inputs=[x, norm, *weights],
+            output_shapes=[(*x.shape[:-1], problem.N)],
+            output_dtypes=[dtype],
+            **launch,
+        )[0]
+
+    return call
+
+
+def prepare_qkv(
+    members: tuple[Matmul, Matmul, Matmul],
+    rotary: Rotary,
+    eps: float | None,
+    bias: bool = False,
+    p: Plan | None = None,
+) -> Launch:
+    """A function ``(x, norm, *q, *k, *v[, bq, bk, bv], angles) -> [q, k, v]``.
+
+    x [B, L, K] -> q [B, Hq, L, head_dim], k and v [B, Hkv, L, head_dim], q and k
+    rotated. ``norm`` and ``eps`` as in `prepare_glu`; members may differ in N and bits.
+    angles fp32 [L, head_dim]: cos in the place of a pair's first dim, sin in that of
+    its second.
+    """
+    p = p or plan_fused("qmv_qkv", members, device_chip())
+    run = kernel("qmv_qkv_bias" if bias else "qmv_qkv")
+    dtype = getattr(mx, members[0].x_dtype)
+    heads = [m.N // rotary.head_dim for m in members]
+    count = sum(tiles(p, m.N) for m in members)
+    launch = _tile(p, count, qkv_template(p, members, rotary, eps))
+
+    def call(x, norm, *rest) -> list[mx.array]:
+        return run(
+            inputs=[x, norm, *rest],
+            output_shapes=[(x.shape[0], n, x.shape[1], rotary.head_dim) for n in heads],
+            output_dtypes=[dtype] * 3,
+            **launch,
+        )
+
+    return call
+
+
+def prepare_qk_norm(dtype: str, rotary: Rotary, eps: float) -> Launch:
+    """A function ``(q, k, q_norm, k_norm, angles) -> [q, k]``: RMS norm of each head,
+    then the rotation.
+
+    q [B, Hq, L, head_dim] and k [B, Hkv, L, head_dim] contiguous, of ``dtype``; norms
+    [head_dim]; angles as in `prepare_qkv`.
+    """
+    run = kernel("qk_norm")
+    args = qk_norm_template(dtype, rotary, eps)
+
+    def call(q, k, q_norm, k_norm, angles) -> list[mx.array]:
+        rows = (q.size + k.size) // rotary.head_dim
+        return run(
+            inputs=[q, k, q_norm, k_norm, angles],
+            output_shapes=[q.shape, k.shape],
+            output_dtypes=[q.dtype] * 2,
+            template=args,
+            grid=(32 * rows, 1, 1),
+            threadgroup=(32, 1, 1),
+        )
+
+    return call

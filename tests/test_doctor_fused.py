@@ -1,0 +1,39 @@
+"""The doctor on the fused launches of a decoder block."""
+
+import pytest
+
+from mlx_phase import doctor_fused
+from mlx_phase.doctor_fused import FusedRow, examine, rows
+
+
+@pytest.mark.parametrize("row", rows(True), ids=lambda r: r.kernel)
+def test_kernels_pass(row):
+    found = examine(row)
+    assert found.ok and found.exact and found.worst <= 1, found.error
+
+
+def test_every_kernel_dtype_and_choice_is_examined():
+    full = rows(False)
+    assert {r.kernel for r in full} == set(doctor_fused.KERNELS)
+    assert {r.dtype for r in full} == {"float32", "float16", "bfloat16"}
+    assert {r.choice for r in full if r.kernel == "qmv_glu"} == {"silu", "gelu_approx"}
+    assert {r.kernel for r in rows(True)} == set(doctor_fused.KERNELS)
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """Each output is compared: a launch that adds nothing is off."""
+    row = FusedRow("qmv_add", 2, "float32", 4, False)
+    monkeypatch.setattr(
+        doctor_fused, "prepare_add", lambda p: lambda x, w, s, b, res: res
+    )
+    found = examine(row)
+    assert not found.ok and "off by" in found.error
+
+
+def test_a_kernel_that_does_not_compile_is_a_row_not_a_crash(monkeypatch):
+    def refuse(problem):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(doctor_fused, "prepare_add", refuse)
+    found = examine(FusedRow("qmv_add", 2, "float32", 4, False))
+    assert not found.ok and found.error == "no compiler" and found.run_ms is None

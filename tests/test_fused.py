@@ -1,0 +1,198 @@
+"""Fused decode launches against the oracle, launched directly: no fallback."""
+
+import cases
+import fused_case as case
+import mlx.core as mx
+import numpy as np
+import pytest
+import tolerance
+
+from mlx_phase import chip
+from mlx_phase.launch import fused
+from mlx_phase.plan import Plan, plan_fused, supports_fused
+from mlx_phase.problem import Matmul
+
+K = 320
+D = 32
+
+
+def close(out: mx.array, want: np.ndarray, dtype: str) -> None:
+    tolerance.assert_close(out, want, case.rounded(want, dtype), dtype)
+
+
+def activations(B: int, L: int, dtype: str) -> mx.array:
+    return cases.activations(B * L, K, dtype).reshape(B, L, K)
+
+
+@pytest.mark.parametrize(
+    "dtype, M, bits, group",
+    [("bfloat16", 1, 4, 64), ("float16", 3, 6, 32), ("float32", 16, 3, 64)],
+)
+def test_add(dtype, M, bits, group):
+    q = case.weights(36, K, dtype, bits, group)
+    x, res = cases.activations(M, K, dtype), cases.activations(M, 36, dtype)
+    y = fused.prepare_add(Matmul(M, 36, K, dtype, bits, group))(x, *q.args, res)
+    close(y, case.wide(res) + case.wide(x) @ case.matrix(q).T, dtype)
+
+
+@pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+@pytest.mark.parametrize(
+    "dtype, M, eps",
+    [("float32", 1, case.EPS), ("bfloat16", 5, case.EPS), ("float16", 16, None)],
+)
+def test_glu(activation, dtype, M, eps):
+    gate, up = case.weights(36, K, dtype), case.weights(36, K, dtype, seed=1)
+    # Far out, where an exponential overflows.
+    x, weight = cases.activations(M, K, dtype) * 3, case.vector(K, dtype, 2)
+    run = fused.prepare_glu(Matmul(M, 36, K, dtype), activation, eps)
+    y = run(x, weight, *gate.args, *up.args)
+    n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
+    g, u = n @ case.matrix(gate).T, n @ case.matrix(up).T
+    close(y, getattr(case, activation)(g) * u, dtype)
+
+
+@pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+def test_activations_far_out_are_finite(activation):
+    # gate is 1000 and -1000 times the first of x
+    weight = np.zeros((4, 64), np.float32)
+    weight[:, 0] = [1000, -1000, 1, 0]
+    q = mx.quantize(mx.array(weight), group_size=64, bits=8)
+    ones = mx.quantize(mx.eye(4, 64), group_size=64, bits=8)
+    run = fused.prepare_glu(Matmul(1, 4, 64, "float32", 8, 64), activation, None)
+    x = mx.zeros((1, 64)).at[0, :4].add(1.0)
+    y = np.array(run(x, x[0], *q, *ones))[0]
+    np.testing.assert_allclose(y[:2], [1000, 0], rtol=1e-4, atol=1e-4)
+
+
+LAYOUTS = [(32, False), (16, False), (8, True), (0, False)]
+
+
+@pytest.mark.parametrize("dims, traditional", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype, B, L, mixed, bias, eps",
+    [
+        ("float32", 1, 1, (4, 4, 4), False, case.EPS),
+        ("bfloat16", 2, 3, (4, 4, 6), True, case.EPS),
+        ("float16", 1, 16, (8, 3, 2), False, None),
+    ],
+)
+def test_qkv(dims, traditional, dtype, B, L, mixed, bias, eps):
+    sizes = (3 * D, D, D)
+    qs = [
+        case.weights(n, K, dtype, b, seed=i)
+        for i, (n, b) in enumerate(zip(sizes, mixed, strict=True))
+    ]
+    x, weight = activations(B, L, dtype), case.vector(K, dtype, 5)
+    biases = [case.vector(n, dtype, n) for n in sizes] if bias else []
+    cs = case.angles(L, 77, D, dims, traditional)
+    members = tuple(
+        Matmul(B * L, n, K, dtype, b) for n, b in zip(sizes, mixed, strict=True)
+    )
+    run = fused.prepare_qkv(members, fused.Rotary(D, dims, traditional), eps, bias)
+    arrays = [a for q in qs for a in q.args]
+    out = run(x, weight, *arrays, *biases, mx.array(cs.astype(np.float32)))
+    n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
+    for i, (q, y) in enumerate(zip(qs, out, strict=True)):
+        want = n @ case.matrix(q).T + (case.wide(biases[i]) if bias else 0)
+        want = case.heads(want, D)
+        if i < 2:
+            want = case.rotate(want, cs, dims, traditional)
+        assert y.shape == (B, sizes[i] // D, L, D)
+        close(y, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dims, traditional, D", [(80, False, 80), (32, True, 48)])
+def test_qk_norm(dtype, dims, traditional, D):
+    q, k = (
+        cases.activations(2 * h * 3, D, dtype, seed=h).reshape(2, h, 3, D)
+        for h in (4, 1)
+    )
+    norms = [case.vector(D, dtype, 1), case.vector(D, dtype, 2)]
+    cs = case.angles(3, 500, D, dims, traditional)
+    run = fused.prepare_qk_norm(dtype, fused.Rotary(D, dims, traditional), case.EPS)
+    out = run(q, k, *norms, mx.array(cs.astype(np.float32)))
+    for x, weight, y in zip((q, k), norms, out, strict=True):
+        want = case.norm(case.wide(x), case.wide(weight))
+        close(y, case.rotate(want, cs, dims, traditional), dtype)
+
+
+@pytest.mark.parametrize(
+    "simdgroups, ks, M", [(2, 1, 2), (2, 2, 7), (4, 4, 16), (4, 2, 5)]
+)
+def test_rows_have_the_bits_of_single_rows(simdgroups, ks, M):
+    """Whatever M and the tile: rows of x are computed as if alone."""
+    dtype, wide_K = "bfloat16", 4096
+    x = cases.activations(M, wide_K, dtype)
+    weight = case.vector(wide_K, dtype, 1)
+    gate, up = (case.weights(20, wide_K, dtype, seed=s) for s in (1, 2))
+
+    def run(x: mx.array, rows: int) -> mx.array:
+        m = Matmul(x.shape[0], 20, wide_K, dtype)
+        p = Plan("qmv_glu", rows, simdgroups, ks, 1, True, "test")
+        return fused.prepare_glu(m, "silu", case.EPS, p)(
+            x, weight, *gate.args, *up.args
+        )
+
+    whole = run(x, 2)
+    for m in range(0, M, 3):
+        for rows in (2, 4):
+            tolerance.assert_bits(whole[m : m + 1], run(x[m : m + 1], rows))
+
+
+def test_positions_have_the_bits_of_single_positions():
+    dtype, L = "bfloat16", 5
+    qs = [case.weights(n, K, dtype, seed=n) for n in (2 * D, D, D)]
+    arrays = [a for q in qs for a in q.args]
+    x, weight = activations(1, L, dtype), case.vector(K, dtype, 5)
+    cs = mx.array(case.angles(L, 9, D, D, False).astype(np.float32))
+
+    def run(x: mx.array, cs: mx.array) -> list[mx.array]:
+        members = tuple(Matmul(x.shape[1], n, K, dtype) for n in (2 * D, D, D))
+        rotary = fused.Rotary(D, D, False)
+        return fused.prepare_qkv(members, rotary, case.EPS)(x, weight, *arrays, cs)
+
+    whole = run(x, cs)
+    for i in range(L):
+        for a, b in zip(whole, run(x[:, i : i + 1], cs[i : i + 1]), strict=True):
+            tolerance.assert_bits(a[:, :, i : i + 1], b)
+
+
+def test_nan_stays_in_its_row():
+    x = cases.activations(3, K, "float32")
+    x[1] = float("nan")
+    q = case.weights(36, K, "float32")
+    res = mx.zeros((3, 36))
+    y = fused.prepare_add(Matmul(3, 36, K, "float32"))(x, *q.args, res)
+    assert np.isnan(np.array(y)).all(axis=1).tolist() == [False, True, False]
+
+
+def test_slices_of_larger_arrays_are_read_right():
+    dtype = "float16"
+    q = case.weights(36, K, dtype)
+    big = cases.activations(5, K + 8, dtype)
+    x, res = big[1:4, 3 : K + 3], cases.activations(6, 36, dtype)[::2]
+    y = fused.prepare_add(Matmul(3, 36, K, dtype))(x, *q.args, res)
+    close(y, case.wide(res) + case.wide(x) @ case.matrix(q).T, dtype)
+
+
+def test_what_is_not_supported_is_said():
+    a = Matmul(1, 64, 128)
+    h200 = chip.lookup("h200")
+    for kernel, members, why in [
+        ("qmv_add", (Matmul(1, 6, 128),), "N % 4"),
+        ("qmv_add", (Matmul(17, 64, 128),), "M = 17"),
+        (
+            "qmv_add",
+            (Matmul(1, 64, 64, bits=4, group_size=32, mode="mxfp4"),),
+            "affine",
+        ),
+        ("qmv_glu", (a, Matmul(1, 32, 128)), "up has 32"),
+        ("qmv_glu", (a, Matmul(1, 64, 128, bits=8)), "do not share"),
+        ("qmv_qkv", (a, a, Matmul(1, 64, 192)), "do not share"),
+    ]:
+        assert why in supports_fused(kernel, members)
+        with pytest.raises(ValueError, match="qmv_"):
+            plan_fused(kernel, members, h200)
+    mixed = (a, Matmul(1, 32, 128, bits=6), a)
+    assert supports_fused("qmv_qkv", mixed) is None
