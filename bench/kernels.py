@@ -1,6 +1,7 @@
 """Kernel sweeps against stock MLX, in one process and interleaved.
 
     python bench/kernels.py --suite decode --json bench/results/h200.jsonl
+    python bench/kernels.py --suite attention --json bench/results/h200.jsonl
     python bench/kernels.py --suite host
     python bench/kernels.py --suite e2e --models llama-8b,llama-1b --tokens 128
 
@@ -19,11 +20,19 @@ from typing import Any
 import mlx.core as mx
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import mlx_phase
-from mlx_phase.bench import BenchError, endtoend, gpu_time, kernel_suite, record, table
+from mlx_phase.bench import (
+    BenchError,
+    attention_suite,
+    endtoend,
+    gpu_time,
+    kernel_suite,
+    record,
+    table,
+)
 from mlx_phase.bench.device import EMULATION, Environment, environment
+from mlx_phase.bench.kernel_timer import Effort
 from mlx_phase.bench.measure import NoiseError
 from mlx_phase.bench.prompts import random_ids
 from mlx_phase.executor import ExecutorError
@@ -37,18 +46,21 @@ MAIN = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "4096x128256")
 WIDE = ("4096x4096", "8192x28672")
 FORMATS = tuple((bits, 64, "affine") for bits in AFFINE_BITS if bits != 4)
 HOST = Matmul(1, 512, 512)
-SUITES = ("decode", "host", "e2e")
+SUITES = ("decode", "attention", "host", "e2e")
 
 
 def parser() -> argparse.ArgumentParser:
     """Options of the sweeps."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--suite", required=True, help="decode, host, e2e or a list of them")
+    p.add_argument("--suite", required=True, help=f"{', '.join(SUITES)} or a list")
     p.add_argument("--json", type=Path, help="append rows to this JSON Lines file")
     p.add_argument("--quick", action="store_true", help="main cases, fewer repeats")
     p.add_argument("--shapes", help="K x N, e.g. 4096x14336,8192x28672")
     p.add_argument("--rows", help="values of M, e.g. 1,2,4")
-    p.add_argument("--bits", help="e.g. 4,8")
+    p.add_argument("--bits", help="e.g. 4,8; attention: of the cache, 16 is plain")
+    p.add_argument("--heads", help="of attention: Hq/HkvxD, e.g. 32/8x128,16/2x256")
+    p.add_argument("--q-lens", help="of attention, e.g. 1,2,4")
+    p.add_argument("--k-lens", help="of attention, e.g. 8192,32768")
     p.add_argument("--group", type=int, help="weights per scale of affine")
     p.add_argument("--modes", help="affine, mxfp4, mxfp8, nvfp4, none")
     p.add_argument("--dtypes", help="float16, bfloat16, float32")
@@ -130,7 +142,15 @@ def chosen_cases(args: argparse.Namespace) -> list[Matmul]:
     return cases
 
 
-def effort(args: argparse.Namespace) -> kernel_suite.Effort:
+def heads(text: str) -> tuple[int, int, int]:
+    """``32/8x128`` as (Hq, Hkv, head_dim)."""
+    parts = text.lower().replace("/", "x").split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise BenchError(f"--heads takes Hq/HkvxD such as 32/8x128; got {text!r}")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def effort(args: argparse.Namespace) -> Effort:
     """Repeats and chain lengths of the options; BenchError if they make no sense."""
     chain = numbers(args.chain, "--chain")
     if len(chain) != 2 or chain[0] >= chain[1]:
@@ -138,33 +158,59 @@ def effort(args: argparse.Namespace) -> kernel_suite.Effort:
     if args.repeats < 1 or args.launches < 1:
         raise BenchError("--repeats and --launches must be at least 1")
     repeats = min(args.repeats, 4) if args.quick else args.repeats
-    return kernel_suite.Effort(repeats, args.launches, (chain[0], chain[1]))
+    return Effort(repeats, args.launches, (chain[0], chain[1]))
 
 
 def decode_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
     """Rows of the decode suite; cases beyond the time budget are named, not run."""
-    events = gpu_time.cuda_events if env.executor == "cuda" else None
     if env.executor == "cpu" and not args.shapes:
         raise BenchError("the default shapes take hours in emulation: give small "
                          "ones, such as --shapes 512x512")  # fmt: skip
-    cases, plan_of = chosen_cases(args), effort(args)
-    start, rows, done = time.monotonic(), [], 0
+    return sweep("decode", kernel_suite, chosen_cases(args), args, env, err)
+
+
+def attention_rows(
+    args: argparse.Namespace, env: Environment, err: Console
+) -> list[Row]:
+    """Rows of the attention suite, as `decode_rows`."""
+    if env.executor == "cpu" and not args.k_lens:
+        raise BenchError("the default lengths take hours in emulation: give short "
+                         "ones, such as --k-lens 256")  # fmt: skip
+    options = {"heads": [heads(text) for text in (args.heads or "").split(",") if text]}
+    for name, option in (("bits", "bits"), ("q_lens", "q-lens"), ("k_lens", "k-lens")):
+        text = getattr(args, name)
+        options[name] = numbers(text, f"--{option}") if text else None
+    options["dtypes"] = args.dtypes.split(",") if args.dtypes else None
+    cases = attention_suite.chosen_cases(options, args.quick)
+    return sweep("attention", attention_suite, cases, args, env, err)
+
+
+def sweep(
+    name: str,
+    suite: Any,
+    cases: list[Any],
+    args: argparse.Namespace,
+    env: Environment,
+    err: Console,
+) -> list[Row]:
+    """``suite.measure_case`` of every case until the time budget is spent."""
+    events = gpu_time.cuda_events if env.executor == "cuda" else None
+    start, rows, done, plan_of = time.monotonic(), [], 0, effort(args)
     if events is not None:
         warm_profiler(events, err)
-    for case in track(cases, "decode", console=err, transient=True):
+    for case in track(cases, name, console=err, transient=True):
         if time.monotonic() - start > args.budget:
             break
         done += 1
         try:
-            row = kernel_suite.measure_case(case, env, plan_of, gpu_events=events)
-            rows.append(row)
+            rows.append(suite.measure_case(case, env, plan_of, gpu_events=events))
         except NoiseError as noise:
             err.print(f"no row: {noise}; try a longer --chain")
         except RuntimeError as error:
             # MLX reports a kernel that does not compile or launch so. The rest goes on.
-            err.print(f"no row: {kernel_suite.describe(case)}: {error}", markup=False)
+            err.print(f"no row: {suite.describe(case)}: {error}", markup=False)
     for case in cases[done:]:
-        err.print(f"not run, time budget: {kernel_suite.describe(case)}")
+        err.print(f"not run, time budget: {suite.describe(case)}")
     return rows
 
 
@@ -209,35 +255,16 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[R
 
 RUN: dict[str, Callable[..., list[Row]]] = {
     "decode": decode_rows,
+    "attention": attention_rows,
     "host": host_rows,
     "e2e": e2e_rows,
 }
 
 
 def show(rows: list[Row]) -> None:
-    """Print per-kernel rows."""
-    out = Table(title="µs per launch, median")
-    heads = ("kernel", "K x N", "M", "format", "dtype", "us", "stock", "ratio", "GB/s")
-    for head in (*heads, "peak", "wall", "stock wall", "build", "eval", "spread", ""):
-        out.add_column(head, justify="right")
-
-    def cell(value: float | None, form: str = "{:.1f}") -> str:
-        return "-" if value is None else form.format(value)
-
-    for r in rows:
-        out.add_row(
-            *(r["kernel"], r["shape"], str(r["M"])),
-            f"{r['mode']} {r['bits']}b g{r['group']}",
-            r["dtype"],
-            *(cell(r[name]) for name in ("us", "stock_us")),
-            cell(r["ratio"], "{:.2f}"),
-            cell(r["gbps"], "{:.0f}"),
-            cell(r["frac_peak"], "{:.0%}"),
-            *(cell(r[n]) for n in ("wall_us", "stock_wall_us", "build_us", "eval_us")),
-            cell(r["spread"], "{:.1%}"),
-            "" if r["comparable"] == "yes" else r["comparable"],
-        )
-    Console(width=None if sys.stdout.isatty() else 200).print(out)
+    """Print per-kernel rows of one suite."""
+    suite = attention_suite if rows[0]["suite"] == "attention" else kernel_suite
+    Console(width=None if sys.stdout.isatty() else 200).print(suite.table(rows))
     for note in sorted({r["note"] for r in rows if r["note"]}):
         print(note)
 
@@ -258,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             err.print(EMULATION)
         for suite in suites:
             rows = RUN[suite](args, env, err)
-            if suite != "e2e":
+            if rows and suite != "e2e":
                 show(rows)
             if args.json is not None:
                 record.append(args.json, rows)

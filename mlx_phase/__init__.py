@@ -1,7 +1,16 @@
 """Metal kernels for prefill and decode in stock mlx-lm models."""
 
-from .executor import metal_kernel
+from .exact import exact_rows
+from .executor import metal_kernel, profile_kernel
 from .patch import patch, patched, unpatch
 
-__all__ = ["__version__", "metal_kernel", "patch", "patched", "unpatch"]
+__all__ = [
+    "__version__",
+    "exact_rows",
+    "metal_kernel",
+    "patch",
+    "patched",
+    "profile_kernel",
+    "unpatch",
+]
 __version__ = "0.1.0"

@@ -120,3 +120,95 @@ def product(x_shape, w_shape, transpose: bool, bits: int) -> tuple[tuple, int]:
             "make them equal or 1",
         )
     return (*batch, *rows, n), k
+
+
+def check_attention(q, k, v, mask, sinks, group_size: int, bits: int) -> None:
+    """ValueError unless q, k, v, mask and sinks belong together (TypeError: no array).
+
+    q [B, Hq, q_len, D]; k [B, Hkv, k_len, D] and v [B, Hkv, k_len, Dv], or triples of
+    packed words, scales and biases; mask None, "causal" or broadcastable to
+    [B, Hq, q_len, k_len]; sinks [Hq].
+    """
+
+    def wrong(what: str, fix: str) -> None:
+        fail(what, fix, "attention")
+
+    sides = {"k": k, "v": v}
+    parts = {"q": q} if sinks is None else {"q": q, "sinks": sinks}
+    for name, a in sides.items():
+        if isinstance(a, tuple | list):
+            if len(a) != 3:
+                wrong(f"{name} has {len(a)} parts", "pass words, scales and biases")
+            names = (f"words of {name}", f"scales of {name}", f"biases of {name}")
+            parts |= dict(zip(names, a, strict=True))
+        else:
+            parts[name] = a
+    for name, a in parts.items():
+        if not isinstance(a, mx.array):
+            raise TypeError(
+                f"attention: {name} is a {type(a).__name__}; pass an mx.array"
+            )
+        if a.ndim != 4 and name != "sinks":
+            wrong(
+                f"{name} has shape {a.shape}", "pass (batch, heads, length, head_dim)"
+            )
+    if isinstance(k, mx.array) != isinstance(v, mx.array):
+        wrong("one of k and v is quantised", "quantise both or none")
+    B, Hq, q_len, D = q.shape
+    shapes = {n: _logical(n, a, group_size, bits, wrong) for n, a in sides.items()}
+    if shapes["k"][:3] != shapes["v"][:3]:
+        wrong(f"k is {shapes['k']} and v {shapes['v']}", "pass keys and values alike")
+    if shapes["k"][0] != B:
+        wrong(
+            f"q has batch {B}, k {shapes['k'][0]}", "pass one cache row for each of q"
+        )
+    if shapes["k"][3] != D:
+        wrong(f"head_dim of q is {D}, of k {shapes['k'][3]}", "make them equal")
+    heads, k_len = shapes["k"][1:3]
+    if Hq % max(heads, 1) or (Hq and not heads):
+        wrong(f"{Hq} query heads on {heads} kv heads", "pass a multiple")
+    if sinks is not None and sinks.shape != (Hq,):
+        wrong(f"sinks have shape {sinks.shape}", f"pass ({Hq},)")
+    if isinstance(mask, str):
+        if mask != "causal":
+            wrong(f"mask {mask!r}", 'pass None, "causal" or an array')
+    elif mask is not None:
+        if not isinstance(mask, mx.array):
+            raise TypeError(
+                f"attention: mask is a {type(mask).__name__}; pass an mx.array"
+            )
+        if not mask_fits(mask.shape, (B, Hq, q_len, k_len)):
+            wrong(
+                f"mask has shape {mask.shape}",
+                f"pass one that broadcasts to {(B, Hq, q_len, k_len)}",
+            )
+
+
+def mask_fits(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    """Whether a mask's shape broadcasts to that of the scores."""
+    if len(shape) > len(scores):
+        return False
+    for m, s in zip(reversed(shape), reversed(scores), strict=False):
+        if m != 1 and m != s:
+            return False
+    return True
+
+
+def _logical(name: str, a, group_size: int, bits: int, wrong) -> tuple[int, ...]:
+    """[B, heads, length, head_dim] of a plain or packed cache."""
+    if isinstance(a, mx.array):
+        return a.shape
+    words, scales, biases = a
+    if group_size not in MODES["affine"][0] or bits not in MODES["affine"][1]:
+        wrong(f"{bits} bits with groups of {group_size}", "pass what made the cache")
+    if words.dtype != mx.uint32:
+        wrong(f"words of {name} are {words.dtype}", "pass what mx.quantize gives")
+    D = words.shape[-1] * 32 // bits
+    want = (*words.shape[:-1], D // group_size)
+    if scales.shape != want or biases.shape != want or D % group_size:
+        wrong(
+            f"words of {name} are {words.shape}, scales {scales.shape}, biases "
+            f"{biases.shape}",
+            f"with {bits} bits in groups of {group_size} the latter must be {want}",
+        )
+    return (*words.shape[:-1], D)

@@ -7,14 +7,16 @@ tails; errors of a lazy graph surface at evaluation only. The oracle is numpy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from .executor import ExecutorError
-from .launch.matmul import device_chip, narrow_loads, prepare, prepare_shared
+from .launch.decode import prepare
+from .launch.matmul import device_chip, narrow_loads, prepare_shared
 from .layers import forget_routes
 from .ops import Problems, disable, prepare_again, variant
 from .plan import Plan, plan_launch
@@ -35,7 +37,7 @@ class Checked:
     """Result for one compiled kernel; `worst` is the error over what is allowed."""
 
     kernel: str
-    problem: Matmul
+    problem: object
     ok: bool
     worst: float
     ms: float
@@ -70,7 +72,8 @@ def _e4m3(codes: np.ndarray) -> np.ndarray:
     return np.where(codes & 128, -value, value).astype(np.float32)
 
 
-def _rounded(a: np.ndarray, dtype: str) -> np.ndarray:
+def rounded(a: np.ndarray, dtype: str) -> np.ndarray:
+    """The float32 values that an array has in a dtype."""
     return np.array(mx.array(a).astype(getattr(mx, dtype)).astype(mx.float32))
 
 
@@ -88,7 +91,7 @@ def canary(problem: Matmul, seed: int = 0) -> tuple[list[mx.array], np.ndarray]:
     arrays = [mx.array(x).astype(getattr(mx, p.x_dtype))]
     if p.mode == "none":
         weight = rng.normal(size=(p.N, p.K)).astype(np.float32) / p.K**0.5
-        weight = _rounded(weight, p.x_dtype)
+        weight = rounded(weight, p.x_dtype)
         return [*arrays, mx.array(weight).astype(arrays[0].dtype)], weight
     words = rng.integers(0, 2**32, (p.N, p.K * p.bits // 32), dtype=np.uint32)
     groups = (p.N, p.K // p.group_size)
@@ -99,8 +102,8 @@ def canary(problem: Matmul, seed: int = 0) -> tuple[list[mx.array], np.ndarray]:
     if p.mode == "affine":
         s, b = rng.normal(size=(2, *groups)).astype(np.float32)
         # Centred weights, as real ones are: bias near -scale x the middle code.
-        s = _rounded(s, p.x_dtype)
-        b = _rounded(b - s * 2 ** (p.bits - 1), p.x_dtype)
+        s = rounded(s, p.x_dtype)
+        b = rounded(b - s * 2 ** (p.bits - 1), p.x_dtype)
         arrays += [mx.array(a).astype(arrays[0].dtype) for a in (s, b)]
         value, offset = codes.astype(np.float32), np.repeat(b, p.group_size, axis=-1)
     else:
@@ -119,7 +122,7 @@ def compare(out: np.ndarray, x: np.ndarray, weight: np.ndarray, dtype: str) -> f
     Allowed: 2 x the error of a dense product in `dtype`, plus the floor.
     """
     right = (x.astype(np.float64) @ weight.T.astype(np.float64)).astype(np.float32)
-    dense = _rounded(x @ _rounded(weight, dtype).T, dtype)
+    dense = rounded(x @ rounded(weight, dtype).T, dtype)
     allowed = 2 * np.abs(dense - right).max() + FLOOR[dtype] * np.abs(right).max()
     if out.shape != right.shape or not np.isfinite(out).all():
         return float("inf")
@@ -175,12 +178,21 @@ def check(*problems: Matmul, chosen: Plan | None = None) -> Checked:
     """
     problem = problems[0]
     chosen = chosen or plan_launch(problems, device_chip())
-    name = variant(problem, chosen)
+    run = partial(_run, small(problems), chosen)
+    return judged(variant(problem, chosen), problem, run)
+
+
+def judged(name: str, problem: object, run: Callable[[], float]) -> Checked:
+    """The result for kernel ``name``, from ``run`` if it is the first time.
+
+    ``run`` gives the worst error over the allowed one. A kernel that fails is switched
+    off for the process.
+    """
     if name in _RESULTS:
         return _RESULTS[name]
     start, worst, error = time.perf_counter(), float("inf"), None
     try:
-        worst = _run(small(problems), chosen)
+        worst = run()
         if worst > 1:
             error = f"wrong result: {worst:.3g} times the allowed error"
     except (ExecutorError, RuntimeError, ValueError) as e:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from . import check as checks
 from . import ops
+from .attention_hooks import marked, stock_class
 from .executor import executor_name
 from .layers import PhaseQuantizedLinear, adopted, join, part
 from .parents import adopt_parent, adopted_parent, is_pure, release_parent
@@ -30,7 +31,7 @@ def fuse(
     joined: list[tuple[tuple[str, ...], list[nn.Module]]] = []
     chains: list[nn.Module] = []
     for parent in modules:
-        kind = parent._stock if adopted_parent(parent) else type(parent)
+        kind = stock_class(parent)
         for names in NAMES:
             members = [parent.get(name) for name in names]
             if not all(_fits(m, problems) for m in members):
@@ -43,7 +44,8 @@ def fuse(
             if verdicts[group]:
                 joined.append((names, members))
         # The CPU executor cannot be traced.
-        if executor_name() != "cpu" and _chains(parent, kind, problems):
+        traceable = executor_name() != "cpu" and not marked(parent)
+        if traceable and _chains(parent, kind, problems):
             report.traced[kind.__name__] += 1
             chains.append(parent)
     # The checks above can be interrupted, so changes come last. What an earlier patch
@@ -82,7 +84,7 @@ def launches(
 
 
 def _passes(report: Report, group: tuple[Matmul, ...], check: bool) -> bool:
-    chosen = ops.choose(group)
+    chosen = ops.choose(group, report.exact)
     if isinstance(chosen, str) or not check:
         return not isinstance(chosen, str)
     result = checks.check(*group, chosen=chosen)

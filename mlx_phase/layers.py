@@ -24,7 +24,7 @@ _BOUND: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 # What `adopt`, `join` and the layer itself keep beside the parameters.
-_OWN = ("_routes", "_train", "_siblings", "_sibling", "_joined", "_owner")
+_OWN = ("_routes", "_train", "_siblings", "_sibling", "_joined", "_owner", "_exact")
 
 
 class _Phase:
@@ -36,6 +36,7 @@ class _Phase:
     _joined: Siblings | None = None
     _owner: dict | None = None
     _train: bool = False
+    _exact: bool = True
 
     def _find(self, x: mx.array) -> Bound:
         route = stock_route(TRAINING) if self._train else self._choose(x)
@@ -60,6 +61,7 @@ class _Phase:
             self.group_size,
             self.bits,
             self.mode,
+            self._exact,
         )
 
     def _product(self, x: mx.array) -> mx.array | None:
@@ -86,7 +88,7 @@ class _Phase:
     def __getstate__(self) -> dict:
         # A copy (also copy.copy) or pickle is on its own and binds its own weights.
         state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
-        return state | {"_routes": {}, "_train": self._train}
+        return state | {"_routes": {}, "_train": self._train, "_exact": self._exact}
 
     def _set_training_mode(self, mode: bool) -> None:
         super()._set_training_mode(mode)
@@ -195,6 +197,13 @@ def adopt(layer: nn.Module) -> None:
         object.__delattr__(layer, "_routes")
         raise
     _BOUND[id(layer)] = layer
+
+
+def set_exact(layer: nn.Module, exact: bool) -> None:
+    """Have a drop-in give a row the same bits for every M, or the faster kernel."""
+    if layer._exact != exact:
+        object.__setattr__(layer, "_exact", exact)
+        layer._forget()
 
 
 def forget_routes() -> None:

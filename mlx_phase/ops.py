@@ -1,78 +1,39 @@
-"""Drop-in matmuls: arguments checked, empty shapes, then a kernel or stock.
+"""Drop-in matmuls: arguments checked, empty shapes, then a kernel or stock."""
 
-Every call takes a `Route`. Routes are shared per problem, so counting calls and
-switching a kernel off for the process reach every layer that uses it.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from .arguments import DTYPES, check_linear, check_quantized, defaults, product
 from .executor import executor_name
-from .launch.matmul import device_chip, prepare, prepare_shared, template
+from .launch.decode import prepare, template
+from .launch.matmul import device_chip, prepare_shared
 from .plan import MAX_M, Plan, plan_launch, supports_launch
+from .plan_matrix import on_matrix, plan_matrix
 from .problem import Matmul
+from .routes import (
+    ROUTES,
+    Route,
+    empty_route,
+    new_route,
+    stock_route,
+)
+from .routes import counted as counted
+from .routes import disable as disable
+from .routes import enable_all as enable_all
+from .routes import off as off
+from .routes import prepare_again as prepare_again
+from .routes import reset_served as reset_served
+from .routes import served as served
+from .routes import set_probe as set_probe
 
 PREFILL = f"M > {MAX_M}: no prefill kernel yet"
 Problems = tuple[Matmul, ...]
-Probe = Callable[[Problems, Plan, str], "str | None"]
-Decide = Callable[[Problems], "Plan | str | None"]
+Decide = Callable[[Problems, bool], "Plan | str | None"]
 
-
-class Route:
-    """Where a call goes: a kernel (`launch` set) or stock (`reason` set)."""
-
-    __slots__ = ("name", "launch", "reason", "calls")
-
-    def __init__(self, name: str, launch: Callable | None, reason: str | None):
-        self.name, self.launch, self.reason, self.calls = name, launch, reason, 0
-
-
-class Served(dict):
-    """Calls per kernel name and per fallback reason, also apart (.kernels, .stock)."""
-
-    def __init__(self, kernels: dict[str, int], stock: dict[str, int]):
-        super().__init__(**kernels, **stock)
-        self.kernels, self.stock = kernels, stock
-
-
-_ROUTES: dict[Problems, Route] = {}
-_STOCK: dict[str, Route] = {}
-_OFF: dict[str, str] = {}
-_probe: list[Probe] = []
 # What `use_plans` got, with its token; empty: the table of plan.py alone.
 _stored: list[tuple[Decide, object]] = []
-
-
-def served() -> Served:
-    """How often each kernel served since the last reset, and why stock did."""
-    kernels: dict[str, int] = {}
-    stock = {r.reason: r.calls for r in _STOCK.values() if r.calls}
-    for route in _ROUTES.values():
-        table, key = (stock, route.reason) if route.reason else (kernels, route.name)
-        if route.calls:
-            table[key] = table.get(key, 0) + route.calls
-    return Served(kernels, stock)
-
-
-def reset_served() -> None:
-    """Set all counters of `served` to zero."""
-    for route in [*_ROUTES.values(), *_STOCK.values()]:
-        route.calls = 0
-
-
-@contextmanager
-def counted() -> Iterator[list[Route]]:
-    """The routes that are called inside, each once per call; `served` forgets them."""
-    before = {r: r.calls for r in [*_ROUTES.values(), *_STOCK.values()]}
-    routes: list[Route] = []
-    yield routes
-    for route in [*_ROUTES.values(), *_STOCK.values()]:
-        was = before.get(route, 0)
-        routes += [route] * (route.calls - was)
-        route.calls = was
 
 
 def variant(problem: Matmul, chosen: Plan) -> str:
@@ -86,76 +47,40 @@ def variant(problem: Matmul, chosen: Plan) -> str:
     return " ".join([chosen.kernel, layout, *tile])
 
 
-def off() -> dict[str, str]:
-    """Kernels switched off in this process, with the reason each."""
-    return dict(_OFF)
-
-
-def disable(name: str, reason: str) -> None:
-    """Stock serves instead of kernel `name` (see `variant`) for the process."""
-    _OFF[name] = reason
-    for route in _ROUTES.values():
-        if route.name == name:
-            route.launch, route.reason = None, f"{name} is off: {reason}"
-
-
-def enable_all() -> None:
-    """Switch every kernel on again, also in layers that already use stock."""
-    _OFF.clear()
-    for problems, route in _ROUTES.items():
-        if route.launch is None:
-            route.launch, route.reason = _prepare(problems, choose(problems)), None
-
-
 def use_plans(decide: Decide | None, token: object = None) -> bool:
     """Ask `decide` before the table for each plan (None: the table alone).
 
-    It gives a Plan, a sentence why stock serves, or None where the table decides.
-    Equal tokens are equal plans. True if the plans changed: routes and their counts
+    It is called with the problems and whether rows have to be exact, and gives a Plan,
+    a sentence why stock serves, or None where the table decides. Equal tokens are equal plans. True if the plans changed: routes and their counts
     start anew, and drop-in layers have to forget theirs.
     """
     if [token] * (decide is not None) == [t for _, t in _stored]:
         return False
     _stored[:] = [] if decide is None else [(decide, token)]
-    _ROUTES.clear()
+    ROUTES.clear()
     return True
 
 
-def choose(problems: Problems) -> Plan | str:
+def choose(problems: Problems, exact: bool = True) -> Plan | str:
     """The plan of a launch, stored or from the table; a sentence if stock serves.
 
-    ValueError if no kernel supports the problems.
+    exact: a row has the same bits for every M. Otherwise matrix units may compute one
+    matrix; plans that were raced are of exact kernels, so of these only the verdict
+    for stock stands above the table's M for matrix units. ValueError if no kernel
+    supports the problems.
     """
-    if _stored and (found := _stored[0][0](problems)) is not None:
+    found = _stored[0][0](problems, exact) if _stored else None
+    if isinstance(found, str):
         return found
-    return plan_launch(problems, device_chip())
+    chip = device_chip()
+    if not exact and len(problems) == 1 and on_matrix(problems[0], chip):
+        return plan_matrix(problems[0], chip)
+    return found or plan_launch(problems, chip)
 
 
-def prepare_again() -> None:
-    """Prepare every kernel anew: the launcher's text has changed."""
-    for problems, route in _ROUTES.items():
-        if route.launch is not None:
-            route.launch = _prepare(problems, choose(problems))
-
-
-def set_probe(probe: Probe | None) -> bool:
-    """Have `probe` judge kernels before first use; True if routes start anew."""
-    if new := probe is not None and _probe != [probe]:
-        _ROUTES.clear()
-    _probe[:] = [probe] if probe else []
-    return new
-
-
-def stock_route(reason: str) -> Route:
-    """The shared route of calls that stay with stock for `reason`."""
-    if reason not in _STOCK:
-        _STOCK[reason] = Route("stock", None, reason)
-    return _STOCK[reason]
-
-
-def empty_route(shape: tuple[int, ...], dtype: mx.Dtype) -> Route:
-    """Zeros without a launch: stock divides by zero there (SIGFPE on CPU)."""
-    return Route("empty", lambda *_: mx.zeros(shape, dtype), None)
+def apart(problems: Problems, exact: bool) -> bool:
+    """Whether matrices that share x are better launched one by one: on matrix units."""
+    return not exact and any(on_matrix(p, device_chip()) for p in problems)
 
 
 def _prepare(problems: Problems, chosen: Plan) -> Callable:
@@ -164,26 +89,23 @@ def _prepare(problems: Problems, chosen: Plan) -> Callable:
     return prepare(problems[0], chosen)
 
 
-def kernel_route(*problems: Matmul) -> Route:
+def kernel_route(*problems: Matmul, exact: bool = True) -> Route:
     """The kernel of a problem, or of several that share x and a launch; or stock.
 
-    A stock route carries the reason why not.
+    exact as in `choose`. A stock route carries the reason why not.
     """
-    if (route := _ROUTES.get(problems)) is not None:
-        return route
-    if reason := supports_launch(problems):
-        return stock_route(reason)
-    chosen = choose(problems)
-    if isinstance(chosen, str):
-        return stock_route(chosen)
-    name = variant(problems[0], chosen)
-    if name not in _OFF and _probe and (error := _probe[0](problems, chosen, name)):
-        _OFF[name] = error
-    if name in _OFF:
-        route = Route(name, None, f"{name} is off: {_OFF[name]}")
-    else:
-        route = Route(name, _prepare(problems, chosen), None)
-    _ROUTES[problems] = route
+    key = problems, exact
+    if (route := ROUTES.get(key)) is None:
+        if reason := supports_launch(problems):
+            return stock_route(reason)
+        chosen = choose(problems, exact)
+        if isinstance(chosen, str):
+            return stock_route(chosen)
+        name, make = variant(problems[0], chosen), partial(_prepare, problems, chosen)
+        route = new_route(key, problems, chosen, name, make)
+    if route.launch is None and not exact:
+        # Off: exact rows are allowed too, and are other kernels from some M on.
+        return kernel_route(*problems)
     return route
 
 
@@ -204,7 +126,9 @@ class Bound:
             self.call = mx.compile(lambda x: launch(x, *weights))
 
 
-def route_quantized(x, w, scales, biases, transpose, group_size, bits, mode) -> Route:
+def route_quantized(
+    x, w, scales, biases, transpose, group_size, bits, mode, exact=True
+) -> Route:
     """Check the arguments of a quantised product and choose who computes it.
 
     Raises one ValueError, before anything is launched, for shapes, dtypes, group
@@ -227,9 +151,9 @@ def route_quantized(x, w, scales, biases, transpose, group_size, bits, mode) -> 
         return stock_route(PREFILL)
     if x.dtype not in DTYPES:
         return stock_route(f"the kernels take float16, bfloat16, float32: {x.dtype}")
-    return kernel_route(
-        Matmul(x.size // k, shape[-1], k, DTYPES[x.dtype], bits, group_size, mode)
-    )
+    dtype = DTYPES[x.dtype]
+    problem = Matmul(x.size // k, shape[-1], k, dtype, bits, group_size, mode)
+    return kernel_route(problem, exact=exact)
 
 
 def quantized_matmul(

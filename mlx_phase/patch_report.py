@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .check import Checked
 from .problem import Matmul
+from .step_patch import Steps
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Report:
     replaced: list[Layer] = field(default_factory=list)
     left: list[Layer] = field(default_factory=list)
     kernels: list[Checked] = field(default_factory=list)
-    attention: str = "stock (no kernel yet)"
+    attention: str = "stock"
     exact: bool = True
     checked: bool = True
     tune: str = "no plan stored: the built-in table chooses"
@@ -45,6 +46,7 @@ class Report:
     traced: Counter[str] = field(default_factory=Counter)
     # Problems of one launch with M = 1 -> how often in a decode step.
     launches: Counter[tuple[Matmul, ...]] = field(default_factory=Counter)
+    steps: Steps = field(default_factory=Steps)
 
     @property
     def n_replaced(self) -> int:
@@ -77,6 +79,7 @@ class Report:
         return own | {
             "shared": dict(self.shared),
             "traced": dict(self.traced),
+            "steps": asdict(self.steps),
             "launches": [
                 {"problems": [asdict(p) for p in problems], "count": n}
                 for problems, n in self.launches.items()
@@ -112,6 +115,7 @@ class Report:
         for name, n in self.traced.items():
             yield f"calls of {name} traced: {n} modules"
         yield f"attention: {self.attention}"
+        yield f"decode steps: {self.steps}"
         exact = "yes" if self.exact else "not asked for"
         yield f"exact rows: {exact}; tune: {self.tune}"
         for note in self.notes:
@@ -148,10 +152,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Unpatched:
-    """Result of `unpatch`: how many layers got their stock class back, per class."""
+    """Result of `unpatch`: how many layers got their stock class back, per class.
+
+    attention: modules whose attention is stock again.
+    """
 
     model: str
     by_kind: dict[str, int]
+    attention: int = 0
 
     @property
     def n_restored(self) -> int:
@@ -160,7 +168,9 @@ class Unpatched:
 
     def __str__(self) -> str:
         """One line."""
-        if not self.by_kind:
+        if not self.by_kind and not self.attention:
             return f"{self.model} was not patched: nothing to restore"
         what = ", ".join(f"{n} {kind}" for kind, n in self.by_kind.items())
-        return f"{self.model}: restored {self.n_restored} layers ({what})"
+        text = f"{self.model}: restored {self.n_restored} layers ({what or 'none'})"
+        attention = f" and the attention of {self.attention} modules"
+        return text + attention * bool(self.attention)

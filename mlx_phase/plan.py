@@ -110,11 +110,11 @@ def split_k(problem: Matmul, chip: Chip) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def plan(problem: Matmul, chip: Chip) -> Plan:
     """The plan for ``problem`` on ``chip``; ValueError if :func:`supports` says no."""
-    return _told(_plan(problem, chip), chip, problem)
+    return told(_plan(problem, chip), chip, problem)
 
 
-def _told(p: Plan, chip: Chip, *problems: Matmul) -> Plan:
-    # The callers are cached, so a plan is printed once.
+def told(p: Plan, chip: Chip, *problems: Matmul) -> Plan:
+    """``p``, printed if asked for. Callers are cached, so that is once a plan."""
     if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
         first, N = problems[0], "+".join(str(m.N) for m in problems)
         form = f"{first.mode} {first.bits}-bit g{first.group_size}"
@@ -176,7 +176,41 @@ def plan_shared(members: tuple[Matmul, ...], chip: Chip) -> Plan:
     whole = _plan(replace(members[0], N=sum(m.N for m in members)), chip)
     reason = f"{len(members)} matrices read the same x; {whole.reason}"
     shared = replace(whole, kernel=_SHARED[len(members)], splits=1, reason=reason)
-    return _told(shared, chip, *members)
+    return told(shared, chip, *members)
+
+
+def supports_fused(kernel: str, members: tuple[Matmul, ...]) -> str | None:
+    """None if a block's fused ``kernel`` takes ``members``, or why not."""
+    for m in members:
+        if (why := supports(m)) is not None:
+            return why
+        if m.mode != "affine":
+            return f"mode {m.mode}: fused kernels take affine matrices"
+        like = replace(m, N=members[0].N)
+        if kernel == "qmv_qkv":  # the only one that takes mixed bits
+            like = replace(like, bits=members[0].bits)
+        if like != members[0]:
+            return f"{m} and {members[0]} do not share a launch"
+        if m.N % 4 or m.K < 64:
+            return f"N = {m.N}, K = {m.K}: fused kernels take N % 4 = 0 and K >= 64"
+    if kernel == "qmv_glu" and members[0].N != members[1].N:
+        return f"gate has {members[0].N} rows, up has {members[1].N}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def plan_fused(kernel: str, members: tuple[Matmul, ...], chip: Chip) -> Plan:
+    """The plan of a decoder block's fused launch: tiles as for all rows together.
+
+    ValueError if :func:`supports_fused` says no.
+    """
+    if (why := supports_fused(kernel, members)) is not None:
+        raise ValueError(f"no {kernel}: {why}")
+    whole = _plan(replace(members[0], N=sum(m.N for m in members)), chip)
+    # Pairs of rows (gate with up, or two that rotate) need a simdgroup of their own.
+    rows = max(2, whole.rows)
+    fused = replace(whole, kernel=kernel, rows=rows, splits=1)
+    return told(fused, chip, *members)
 
 
 def supports_launch(problems: tuple[Matmul, ...]) -> str | None:
@@ -187,7 +221,7 @@ def supports_launch(problems: tuple[Matmul, ...]) -> str | None:
 
 
 def plan_launch(problems: tuple[Matmul, ...], chip: Chip) -> Plan:
-    """The plan of one launch; ValueError if :func:`supports_launch` says no."""
+    """The exact plan of one launch; ValueError if :func:`supports_launch` says no."""
     if len(problems) > 1:
         return plan_shared(problems, chip)
     return plan(problems[0], chip)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .arguments import DTYPES
-from .ops import Bound, kernel_route
+from .ops import Bound, apart, kernel_route
 from .plan import MAX_M
 from .problem import Matmul
 
@@ -37,7 +37,8 @@ class Siblings:
     def __init__(self, members: list[nn.Module]):
         # Weak: a model that is dropped frees its memory at once, without a collection.
         self._members = [weakref.ref(m) for m in members]
-        self.bound: dict[tuple, Bound] = {}
+        # None: each alone, on matrix units.
+        self.bound: dict[tuple, Bound | None] = {}
         # [x, results not fetched yet]: replaced as a whole, so threads cannot mix.
         self.waiting: list | None = None
         self.unused = 0
@@ -57,7 +58,10 @@ class Siblings:
                 return y
             if self._give_up():
                 return None
-        bound = self.bound.get((x.shape, x.dtype)) or self._bind(x)
+        try:
+            bound = self.bound[x.shape, x.dtype]
+        except KeyError:
+            bound = self._bind(x)
         if bound is None:
             return None
         if bound.route.launch is None:
@@ -104,7 +108,12 @@ class Siblings:
         if not all(_regular(m, x) for m in members):
             # The layer itself says what is wrong.
             return None
-        route = kernel_route(*self.problems(x.size // x.shape[-1]))
+        problems = self.problems(x.size // x.shape[-1])
+        exact = any(m._exact for m in members)
+        if apart(problems, exact):
+            self.bound[x.shape, x.dtype] = None
+            return None
+        route = kernel_route(*problems, exact=exact)
         names = ("weight", "scales", "biases")
         bound = Bound(route, [m[name] for m in members for name in names])
         self.bound[x.shape, x.dtype] = bound

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from . import tune_store
 from .bench import BenchError
 from .bench.device import environment
-from .bench.kernel_suite import Effort
+from .bench.kernel_timer import Effort
 from .bench.measure import MIN_REPEATS
 from .executor import ExecutorError, executor_name
 from .launch.matmul import device_chip

@@ -13,7 +13,7 @@ from .bench.measure import Clock, per_op
 MAX_DRIFT = 0.05
 # The smallest of these that keeps the GPU busy long enough to hide the launches.
 SIZES, LONG_ENOUGH = (1024, 2048, 4096, 8192), 200e-6
-CHAIN = (2, 8)
+CHAIN = (4, 28)
 # A GPU that idled needs some work before its clock is what it stays at.
 SETTLE = 6
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from . import check as checks
 from .bench import kernel_data
-from .bench.kernel_suite import MAX_COPIES, Effort, Timer
+from .bench.kernel_timer import MAX_COPIES, Effort, Timer
 from .bench.measure import Clock, NoiseError, Pair, copies, rotate
 from .executor import ExecutorError, executor_name
 from .launch.matmul import device_chip, prepare, prepare_shared

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,16 +181,12 @@ def lookup() -> Lookup:
     return Lookup(plans, f"stored plan {here.file}: {won} races won, {lost} to stock")
 
 
-def activate(tune: str, exact: bool) -> Lookup:
-    """Let the stored plans choose for this process, or only the table (tune="off").
-
-    ``exact`` keeps all M of a shape on one side; see `StoredPlans.decide`.
-    """
+def activate(tune: str) -> Lookup:
+    """Let the stored plans choose for this process, or only the table (tune="off")."""
     found = Lookup(None, "off") if tune == "off" else lookup()
     decide, token = None, None
     if found.plans is not None:
-        decide = partial(found.plans.decide, exact=exact)
-        token = exact, to_json(found.plans)
+        decide, token = found.plans.decide, to_json(found.plans)
     if ops.use_plans(decide, token):
         forget_routes()
     return found

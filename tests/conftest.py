@@ -6,6 +6,9 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 
+# Named as its entry point: an installed package has loaded it already.
+pytest_plugins = ["mlx_phase.pytest_plugin"]
+
 
 def pytest_collection_modifyitems(items):
     if mx.cuda.is_available():

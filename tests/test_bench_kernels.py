@@ -163,7 +163,7 @@ def test_a_chain_feeds_each_result_to_the_next(m, n, k):
 
 
 def test_weights_rotate_over_more_than_twice_the_cache():
-    timer = kernel_suite.Timer(SMALL, 100_000, ours(SMALL), stock(SMALL))
+    timer = kernel_suite.make_timer(SMALL, 100_000)
     used = sum(a.nbytes for a in timer.buffers[0]) * len(timer.buffers)
     assert used > 200_000
     seen = [id(next(timer.next)) for _ in timer.buffers]
@@ -202,7 +202,7 @@ def run(sweeps, capsys, text):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--suite fast", "unknown suite 'fast': use decode, host, e2e"),
+        ("--suite fast", "unknown suite 'fast': use decode, attention, host"),
         ("--suite decode --shapes 4096", "KxN such as 4096x14336"),
         ("--suite decode --shapes 64x64 --rows 0", "--rows takes numbers"),
         ("--suite decode --shapes 64x64 --rows 17", "M = 17"),

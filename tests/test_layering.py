@@ -16,28 +16,29 @@ PACKAGE = ROOT / "mlx_phase"
 FLOW = (
     {"chip", "problem", "model_error", "arguments", "machine"},
     {"roofline", "shapes_config"},
-    {"plan", "shapes"},
-    {"source", "step", "predict_data"},
+    {"plan", "plan_attention", "shapes"},
+    {"source", "step", "predict_data", "plan_matrix"},
     {"predict_fit"},
     {"predict_table"},
     {"predict"},
     {"executor"},
-    {"launch"},
-    {"ops", "tune_plans"},
-    {"siblings"},
+    {"launch", "routes", "pytest_plugin"},
+    {"ops", "attention_ops", "tune_plans", "rotary"},
+    {"siblings", "step_cache", "attention_step"},
     {"parents"},
-    {"layers", "block"},
-    {"check", "tune_store"},
-    {"patch_report"},
-    {"fuse"},
-    {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k"},
+    {"layers", "traced"},
+    {"block", "check", "tune_store", "attention_hooks", "patch_scan"},
+    {"step_patch"},
+    {"patch_report", "attention_check", "exact"},
+    {"fuse", "patch_attention"},
+    {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k", "speculate"},
     {"gguf"},
     {"gguf_llama", "gguf_tokenizer"},
     {"models"},
     {"model_config"},
     {"bench"},
     {"tune_probe", "doctor_kernels", "doctor_machine"},
-    {"tune_race"},
+    {"tune_race", "doctor_attention", "doctor_fused"},
     {"tune_table"},
     {"tune_course"},
     {"report", "doctor", "tune", "cli"},
@@ -47,9 +48,11 @@ RANK = {module: rank for rank, row in enumerate(FLOW) for module in row}
 STANDALONE = {"executor"}
 # Pure Python: they plan for any chip on a machine without MLX.
 WITHOUT_MLX = {"chip", "problem", "roofline", "plan", "shapes", "shapes_config", "step"}
+WITHOUT_MLX |= {"plan_attention", "plan_matrix"}
 WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
-WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets"}
+WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets", "speculate"}
+WITH_MLX_LM |= {"step_cache", "step_patch", "traced"}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}
 # Files that may touch MLX's own custom-kernel calls: everyone else asks the executor.
 KERNEL_CALLS = {"metal_kernel": "executor", "cuda_kernel": "executor"}

@@ -1,12 +1,15 @@
 """The kernel table of the report against plan and the rules of stock MLX."""
 
+from dataclasses import replace
+
 import pytest
 from report_case import MOE, analysis, rows
 
 from mlx_phase.model_config import config_of
 from mlx_phase.plan import plan, plan_shared, supports
-from mlx_phase.problem import Matmul
-from mlx_phase.report import verdict
+from mlx_phase.plan_attention import plan_sdpa
+from mlx_phase.problem import Attention, Matmul, Sdpa
+from mlx_phase.report import kernels, verdict
 
 
 @pytest.mark.parametrize("chip", ["h200", "m1", "m3-ultra"])
@@ -54,20 +57,57 @@ def test_plain_weights_need_linear_all():
 
 
 @pytest.mark.parametrize(
-    "chip, options, kernel",
+    "options, kernel, chunks",
+    [
+        ({}, "sdpa_split", 9),
+        ({"context": 100}, "sdpa_split", 1),
+        ({"kv_bits": 8}, "sdpa_split_codes", 9),
+        ({"draft": 3}, "sdpa_split", 9),
+    ],
+)
+def test_decode_attention_is_that_of_the_plan(options, kernel, chunks):
+    a = analysis(chip="m4", **options)
+    phase = "verify" if "draft" in options else "decode"
+    (row,) = rows(a, phase, "attention")
+    bits = options.get("kv_bits", 16)
+    q_len = 1 + options.get("draft", 0)
+    p = Sdpa(32, 8, 128, 128, q_len, k_bits=bits, v_bits=bits, causal=q_len > 1)
+    p = plan_sdpa(p, a.chip)
+    assert row["kernel"] == p.kernel == kernel and row["exact"]
+    assert row["tile"] == f"1x{p.rows}"
+    assert row["split"] == f"{p.simdgroups}x{chunks}"
+    assert row["launches"] == 32 * (1 + (chunks > 1))
+    assert row["reason"].startswith(p.reason)
+
+
+def test_attention_that_no_kernel_takes_is_stock_with_the_reason_of_supports():
+    a = analysis(chip="m4-max")
+    (row,) = rows(a, "prefill", "attention")
+    assert row["kernel"] == "stock MLX sdpa_full" and not row["exact"]
+    assert row["reason"].startswith("q_len = 2048: decode kernels take 1..16; MLX")
+    (row,) = rows(analysis(chip="m4-max", kv_bits=8), "prefill", "attention")
+    assert row["kernel"] == "stock MLX (dequantised)"
+    assert "blocks of rows" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    "chip, changes, kernel",
     [
         ("m4-max", {}, "stock MLX sdpa_vector, 2-pass"),
         ("m4", {}, "stock MLX sdpa_vector"),
-        ("m4", {"context": 4096}, "stock MLX sdpa_vector, 2-pass"),
-        ("m4-max", {"context": 100}, "stock MLX sdpa_vector"),
+        ("m4", {"k_len": 4096}, "stock MLX sdpa_vector, 2-pass"),
+        ("m4-max", {"k_len": 100}, "stock MLX sdpa_vector"),
+        ("m4-max", {"window": 512}, "stock MLX sdpa_vector"),
+        ("m4-max", {"q_len": 8}, "stock MLX sdpa_vector, 2-pass"),
+        ("m4-max", {"q_len": 8, "kv_heads": 4}, "stock MLX (unfused)"),
+        ("m4-max", {"head_dim": 80}, "stock MLX (unfused)"),
         ("m4-max", {"kv_bits": 8}, "stock MLX (quantized matmuls)"),
         ("h200", {}, "stock MLX"),
     ],
 )
-def test_stock_attention_as_mlx_chooses_it(chip, options, kernel):
-    (row,) = rows(analysis(chip=chip, **options), "decode", "attention")
-    assert row["kernel"] == kernel
-    assert "no attention kernel yet" in row["reason"]
+def test_stock_attention_as_mlx_chooses_it(chip, changes, kernel):
+    problem = replace(Attention(1, 2049, 32, 8, 128, 128), **changes)
+    assert kernels.mlx_attention(problem, analysis(chip=chip))[0] == kernel
 
 
 def test_mixed_formats_share_only_where_all_siblings_are_alike():
@@ -79,25 +119,14 @@ def test_mixed_formats_share_only_where_all_siblings_are_alike():
     assert [r["launches"] for r in found] == [48, 48, 1, 47]
 
 
-def test_a_window_bounds_the_keys_that_stock_attention_sees():
+def test_a_window_bounds_the_keys():
     types = ["sliding_attention", "full_attention"] * 16
     llama = config_of("llama-8b").config
     a = analysis({**llama, "sliding_window": 512, "layer_types": types})
     full, windowed = rows(a, "decode", "attention")
-    assert full["operation"] == "attention"
-    assert full["kernel"].endswith("2-pass") and full["launches"] == 16
+    assert full["operation"] == "attention" and "2049 keys" in full["reason"]
     assert windowed["operation"] == "attention (window 512)"
-    assert windowed["kernel"] == "stock MLX sdpa_vector"
-    assert "512 keys" in windowed["reason"]
-
-
-def test_many_draft_rows_leave_the_vector_kernel():
-    # 8 heads a kv head: 4 rows are 32, 5 are not.
-    four, five = (
-        rows(analysis(MOE, draft=k), "verify", "attention")[0] for k in (3, 4)
-    )
-    assert four["kernel"].endswith("2-pass") and "unfused" in five["kernel"]
-    assert "5 x 8 heads" in five["reason"]
+    assert "512 keys in 2 chunks" in windowed["reason"]
 
 
 def test_bottlenecks_follow_the_roofline():

@@ -1,6 +1,9 @@
 """Every kernel of this project passes the strict check, with exact rows."""
 
+import fused_rows
+import matrix_rows
 import pytest
+import sdpa_rows
 from kernel_rows import DTYPES, arguments, reduce_arguments, row_name, rows
 
 from mlx_phase import source
@@ -10,6 +13,8 @@ from mlx_phase.plan import plan
 from mlx_phase.problem import Matmul
 
 ROWS = rows(("m1", "m3-max"))
+ATTENTION = sdpa_rows.rows(("m1", "m3-max"))
+FUSED = fused_rows.rows(("m1", "m3-max"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_name)
@@ -24,9 +29,41 @@ def test_text_without_vector_loads_is_strict(row):
     strict.assert_clean(*arguments(*row, narrow=True), exact_rows=True)
 
 
+@pytest.mark.parametrize("row", FUSED, ids=fused_rows.row_name)
+def test_fused_kernel_is_strict(row):
+    strict.assert_clean(*fused_rows.arguments(*row), exact_rows=True)
+
+
+@pytest.mark.parametrize(
+    "row", {r[0]: r for r in FUSED}.values(), ids=fused_rows.row_name
+)
+def test_fused_text_without_vector_loads_is_strict(row):
+    strict.assert_clean(*fused_rows.arguments(*row, narrow=True), exact_rows=True)
+
+
+@pytest.mark.parametrize("row", ATTENTION, ids=sdpa_rows.row_name)
+def test_attention_is_strict(row):
+    strict.assert_clean(*sdpa_rows.arguments(*row), exact_rows=True)
+
+
+@pytest.mark.parametrize(
+    "row", {r[1].kernel: r for r in ATTENTION}.values(), ids=sdpa_rows.row_name
+)
+def test_attention_without_vector_loads_is_strict(row):
+    strict.assert_clean(*sdpa_rows.arguments(*row, narrow=True), exact_rows=True)
+
+
+@pytest.mark.parametrize("problem", sdpa_rows.PROBLEMS[:3], ids=lambda p: p.dtype)
+def test_merge_of_chunks_is_strict(problem):
+    strict.assert_clean(*sdpa_rows.reduce_arguments(problem), exact_rows=True)
+
+
 def test_rows_reach_every_kernel_and_choice():
     plans = [p for _, p in ROWS]
-    assert {p.kernel for p in plans} | {"qmv_reduce"} == set(source.KERNELS)
+    kernels = {p.kernel for p in plans} | {"qmv_reduce", "sdpa_reduce"}
+    kernels |= {p.kernel for _, p, _ in ATTENTION}
+    kernels |= {row[0] for row in FUSED} | matrix_rows.KERNELS
+    assert kernels == set(source.KERNELS)
     assert any(p.splits > 1 for p in plans)
     assert len({p.k_simdgroups for p in plans}) > 1
     assert len({p.rows for p in plans}) > 1

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_phase import tune_store
-from mlx_phase.bench.kernel_suite import Effort
+from mlx_phase.bench.kernel_timer import Effort
 from mlx_phase.tune_plans import Entry, Key, StoredPlans
 from mlx_phase.tune_race import Referee, stock_op
 

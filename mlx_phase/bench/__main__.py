@@ -16,12 +16,26 @@ from .. import patched
 from ..executor import ExecutorError
 from ..model_error import ModelError
 from ..models import default_model, load
-from . import BenchError, compare, prompts, record, table
+from . import (
+    BenchError,
+    compare,
+    counters,
+    prompts,
+    record,
+    speculate,
+    speculate_result,
+    speculate_show,
+    table,
+)
 from .device import environment
 from .endtoend import Job, measure, rows
+from .kv_cache import KV, check_head_dim
 
 HOST_STEPS = 10
 TOKENS, CPU_TOKENS = 128, 8
+DRAFT_TOKENS = (1, 2, 4, 8)
+# What MLX can quantise a cache to.
+KV_BITS, KV_GROUPS = (8, 6, 5, 4, 3, 2), (64, 32, 128)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,6 +70,31 @@ def parser() -> argparse.ArgumentParser:
         "--delay", type=_seconds, default=0.0, help="seconds of rest before each run"
     )
     p.add_argument("--seed", type=_at_least(0), default=0, help="of random prompts")
+    p.add_argument(
+        "--kv-bits",
+        type=int,
+        choices=KV_BITS,
+        help="quantise the KV cache, on both sides",
+    )
+    p.add_argument(
+        "--kv-group-size",
+        type=int,
+        choices=KV_GROUPS,
+        default=64,
+        help="cached values that share a scale",
+    )
+    p.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="decode with drafts of this model, or of `lookup` (equal n-grams in the "
+        "text), against plain decoding, both patched",
+    )
+    p.add_argument(
+        "--draft-tokens",
+        type=_lengths,
+        metavar="K[,K...]",
+        help=f"drafts a verification, 1 to {speculate.MAX_DRAFT} (default 1,2,4,8)",
+    )
     p.add_argument("--no-stock", action="store_true", help="time the patched side only")
     p.add_argument(
         "--json", type=Path, metavar="FILE", help="append rows to this JSON Lines file"
@@ -100,6 +139,11 @@ def check(args: argparse.Namespace) -> None:
         raise BenchError("--prompt is empty: give some text")
     if args.raw and args.prompt is None:
         raise BenchError("--raw only goes with --prompt")
+    if args.draft_tokens and args.draft is None:
+        raise BenchError("--draft-tokens needs --draft: a model, or lookup")
+    if args.no_stock and args.draft is not None:
+        raise BenchError("--draft compares with plain decoding of the patched model: "
+                         "leave --no-stock out")  # fmt: skip
     if args.json is not None:
         if args.json.is_dir():
             raise BenchError(f"--json {args.json} is a folder: name a file")
@@ -112,6 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["compare"]:
         return compare.main(argv[1:])
+    if argv[:1] == ["counters"]:
+        return counters.main(argv[1:])
     args = parser().parse_args(argv)
     try:
         check(args)
@@ -130,6 +176,11 @@ def run(args: argparse.Namespace) -> int:
     with err.status(f"loading {spec}"):
         loaded = load(spec)
     tokenizer, config = loaded.tokenizer, loaded.config
+    draft = None
+    if args.draft not in (None, speculate_result.LOOKUP):
+        with err.status(f"loading {args.draft}"):
+            draft = load(args.draft)
+        speculate.check_draft(loaded, draft)
     if args.prompt_tokens:
         texts = [prompts.random_ids(config, n, args.seed) for n in args.prompt_tokens]
     elif args.prompt is not None:
@@ -138,29 +189,52 @@ def run(args: argparse.Namespace) -> int:
         texts = [prompts.encode(tokenizer, prompts.DEFAULT_PROMPT, raw=True)]
     else:
         texts = [prompts.random_ids(config, prompts.DEFAULT_LENGTH, args.seed)]
+    kv = None
+    if args.kv_bits is not None:
+        kv = KV(args.kv_bits, args.kv_group_size)
+        check_head_dim(config, kv)
+        if draft is not None:
+            check_head_dim(draft.config, kv)
+    run_job, rows_of = measure, rows
+    if args.draft is not None:
+        run_job = partial(speculate.measure, draft=draft and draft.model)
+        rows_of = speculate_result.rows
     for ids in texts:
-        job = Job(
-            name=loaded.name,
-            config=config,
-            prompt=ids,
-            tokens=args.tokens or (CPU_TOKENS if emulated else TOKENS),
-            repeats=args.repeats,
-            stock=not args.no_stock,
-            delay=args.delay,
-            # The CPU executor computes while the graph is built: no host cost to show.
-            host_steps=0 if emulated else HOST_STEPS,
-        )
+        common: dict[str, Any] = {
+            "name": loaded.name,
+            "config": config,
+            "prompt": ids,
+            "tokens": args.tokens or (CPU_TOKENS if emulated else TOKENS),
+            "repeats": args.repeats,
+            "delay": args.delay,
+            "kv": kv,
+        }
+        if args.draft is not None:
+            counts = tuple(dict.fromkeys(args.draft_tokens or DRAFT_TOKENS))
+            # Enough for two verifications that accept everything.
+            common["tokens"] = args.tokens or max(common["tokens"], 2 * max(counts) + 2)
+            job = speculate_result.Job(**common, draft=args.draft, draft_tokens=counts)
+        else:
+            job = Job(
+                **common,
+                stock=not args.no_stock,
+                # The CPU executor computes while the graph is built: no host cost.
+                host_steps=0 if emulated else HOST_STEPS,
+            )
         if not err.is_terminal:
             err.print(f"{job.name}: {job.runs} runs of {job.tokens} tokens")
         answer = partial(_answer, out, tokenizer) if args.prompt is not None else _drop
         with _progress(err) as bar:
             task = bar.add_task(loaded.name, total=job.runs * job.tokens)
             advance = partial(bar.advance, task)
-            result = measure(
+            result = run_job(
                 loaded.model, job, patched, on_token=advance, on_answer=answer
             )
-        found = rows(result, env)
-        table.show(out, result, found, env, loaded.source)
+        found = rows_of(result, env)
+        if args.draft is None:
+            table.show(out, result, found, env, loaded.source)
+        else:
+            speculate_show.show(out, result, env, loaded.source)
         if args.json is not None:
             record.append(args.json, found)
             err.print(f"appended {len(found)} rows to {args.json}")

@@ -24,6 +24,8 @@ def same(row: Row) -> Same:
     else:
         group = row["group"]
         quant = f"{row['mode']} {row['bits']}-bit g{group}, {row['dtype']} activations"
+    if row.get("kv_bits"):
+        quant += f", {row['kv_bits']}-bit KV cache g{row['kv_group']}"
     versions = [("mlx", "mlx"), ("mlx-lm", "mlx_lm"), ("mlx_phase", "mlx_phase")]
     build = ", ".join(f"{name} {row[field]}" for name, field in versions if row[field])
     return Same(row["model"], quant, row["prompt_tokens"], row["tokens"], build)
@@ -31,6 +33,8 @@ def same(row: Row) -> Same:
 
 def why_not(row: Row) -> str | None:
     """None for a row that may be compared, else the reason why not."""
+    if row["suite"] == "speculate":
+        return "with drafts (not plain decoding)"
     if row["suite"] != "e2e":
         return "of single kernels (not end to end)"
     if row["executor"] == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -25,6 +25,7 @@ from .generate import (
     host_step,
     weight_format,
 )
+from .kv_cache import KV
 from .measure import COMPARABLE, Stats, abba, drift_free_ratio, stats, verdict
 
 NOT_COMPARED = "not checked (stock was not run)"
@@ -33,7 +34,10 @@ Patch = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. ``tokens`` >= 2; ``host_steps`` 0 leaves host cost unmeasured."""
+    """What to run. ``tokens`` >= 2; ``host_steps`` 0 leaves host cost unmeasured.
+
+    ``kv`` None: the cache as the model makes it.
+    """
 
     name: str
     config: dict[str, Any]
@@ -43,6 +47,7 @@ class Job:
     stock: bool = True
     delay: float = 0.0
     host_steps: int = 0
+    kv: KV | None = None
 
     @property
     def runs(self) -> int:
@@ -77,6 +82,8 @@ class Result:
     served: dict[str, int]
     format: dict[str, Any]
     report: Any
+    # Why stock could not run this job, where it could not.
+    refused: str | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -122,11 +129,13 @@ def measure(
     """
     weights, form = decode_weight_bytes(model, job.config), weight_format(model)
     sides = {"A": Side(), "B": Side()}
-    report = None
+    report = refused = None
     failures: list[str] = []
 
     def run(name: str, **options: Any) -> Run:
         nonlocal report
+        if job.kv is not None:
+            options["kv"] = job.kv
         if name == "B":
             return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
         with patch(model) as report:
@@ -134,10 +143,17 @@ def measure(
             return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
 
     order = abba(job.repeats) if job.stock else "A" * job.repeats
-    for name in sorted(set(order)):
-        sides[name].warm = run(name, keep_logprobs=True)
-        if name == "A":
-            on_answer(sides[name].warm.tokens)
+    sides["A"].warm = run("A", keep_logprobs=True)
+    on_answer(sides["A"].warm.tokens)
+    if job.stock:
+        try:
+            sides["B"].warm = run("B", keep_logprobs=True)
+        except RuntimeError as error:
+            if job.kv is None:
+                raise
+            # CUDA has no quantised product for some cache shapes.
+            refused = f"stock can't run this: {str(error).splitlines()[0]}"
+            job, order = replace(job, stock=False), "A" * job.repeats
     ops.reset_served()
     for name in order:
         if job.delay:
@@ -147,11 +163,11 @@ def measure(
     for name in sorted(set(order)) if job.host_steps else ():
         side = sides[name]
         if name == "B":
-            times = host_step(model, job.prompt, job.host_steps)
+            times = host_step(model, job.prompt, job.host_steps, kv=job.kv)
         else:
             with patch(model):
                 settle(model)
-                times = host_step(model, job.prompt, job.host_steps)
+                times = host_step(model, job.prompt, job.host_steps, kv=job.kv)
         side.build, side.evaluate = times
     equal = Comparison(NOT_COMPARED)
     if job.stock:
@@ -174,6 +190,7 @@ def measure(
         served=served,
         format=form,
         report=report,
+        refused=refused,
     )
 
 
@@ -205,6 +222,8 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         **result.format,
         **env.fields(),
     }
+    if job.kv is not None:
+        values |= {"kv_bits": job.kv.bits, "kv_group": job.kv.group}
     for prefix, side in (("", result.patched), ("stock_", result.stock)):
         if side is None:
             continue
@@ -233,8 +252,10 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         values["bytes_per_token"] = moved
         values["gbps"] = gbs(moved, step)
         values["frac_peak"] = mbu(moved, step, env.chip)
+    notes = [result.refused] if result.refused else []
     if env.executor == "cpu":
-        values["note"] = "emulation on a CPU: says nothing about any GPU"
+        notes.append("emulation on a CPU: says nothing about any GPU")
+    values["note"] = "; ".join(notes) or None
     return record.row(**values)
 
 

@@ -13,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from . import BenchError
+from .kv_cache import KV, PromptCache, prefill
 from .measure import Clock, percentile
 
 # A changed order of additions moves a logit by some units in the last place of the
@@ -60,23 +60,26 @@ def generate(
     *,
     clock: Clock = time.perf_counter,
     keep_logprobs: bool = False,
+    kv: KV | None = None,
     steps: Callable[..., Iterable[tuple[int, Any]]] = generate_step,
     on_token: Callable[[], object] = lambda: None,
 ) -> Run:
     """Greedy generation of ``tokens`` tokens through mlx-lm's own pipelined loop.
 
     The end-of-text token does not stop it, so every run does the same work.
-    ``keep_logprobs`` keeps each step's log probabilities [vocab] for `compare`.
+    ``keep_logprobs`` keeps each step's log probabilities [vocab] for `compare`;
+    ``kv`` quantises the cache (`PromptCache`).
     """
     run = Run(prompt_tokens=len(prompt))
-    cache = make_prompt_cache(model)
+    prompt_cache = PromptCache(model, kv)
+    cache, options = prompt_cache.layers, prompt_cache.options
     ids = mx.array(list(prompt))
     mx.eval(ids)
     with wired_limit(model, [generation_stream]):
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
-        stepper = steps(ids, model, max_tokens=tokens, prompt_cache=cache)
+        stepper = steps(ids, model, max_tokens=tokens, prompt_cache=cache, **options)
         start = clock()
         for token, logprobs in stepper:
             run.arrivals.append(clock() - start)
@@ -169,14 +172,20 @@ class Comparison:
     failure: str | None = None
 
 
-def compare(stock: Run, patched: Run) -> Comparison:
-    """Compare tokens; at the first difference show how close the candidates were."""
+def compare(
+    stock: Run, patched: Run, names: tuple[str, str] = ("stock", "patched")
+) -> Comparison:
+    """Compare tokens; at the first difference show how close the candidates were.
+
+    names: what the text calls the two runs.
+    """
     pairs = list(zip(stock.tokens, patched.tokens, strict=True))
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
         return Comparison("yes")
     a, b = pairs[at]
-    text = f"differ at token {at + 1}: stock {a}, patched {b}"
+    one, two = names
+    text = f"differ at token {at + 1}: {one} {a}, {two} {b}"
     if not (stock.logprobs and patched.logprobs):
         return Comparison(text, f"tokens {text}")
     ours = stock.logprobs[at]
@@ -185,7 +194,7 @@ def compare(stock: Run, patched: Run) -> Comparison:
     gap = (ref[a] - ref[b]).item()
     new = patched.logprobs[at].astype(mx.float32)
     back = (new[b] - new[a]).item()
-    text += f" (log-probability gap: stock {gap:.3g}, patched {back:.3g}"
+    text += f" (log-probability gap: {one} {gap:.3g}, {two} {back:.3g}"
     scale = (ref.max() - ref.min()).item()
     if max(gap, back) <= max(NEAR_TIE_FLOOR, NEAR_TIE_ULPS * ulp * scale):
         return Comparison(f"{text}, a near tie in this dtype)")
@@ -197,6 +206,7 @@ def host_step(
     prompt: Sequence[int],
     steps: int,
     *,
+    kv: KV | None = None,
     clock: Clock = time.perf_counter,
 ) -> tuple[list[float], list[float]]:
     """Host seconds of decode steps on an idle device: (build, evaluate) samples.
@@ -204,15 +214,17 @@ def host_step(
     Build is Python making the graph, evaluate is MLX walking and encoding it; the
     device's own time is not in either, as long as it accepts work without waiting.
     """
-    cache = make_prompt_cache(model)
+    cache = PromptCache(model, kv)
     with mx.stream(generation_stream), contextlib.ExitStack() as stack:
         stack.enter_context(wired_limit(model, [generation_stream]))
-        token = mx.argmax(model(mx.array([list(prompt)]), cache=cache)[:, -1], axis=-1)
+        logits = prefill(model, mx.array([list(prompt)]), cache)
+        token = mx.argmax(logits[:, -1], axis=-1)
         mx.eval(token)
         build, evaluate = [], []
         for _ in range(steps):
             start = clock()
-            token = mx.argmax(model(token[None], cache=cache)[:, -1], axis=-1)
+            logits = model(token[None], cache=cache.layers)
+            token = mx.argmax(logits[:, -1], axis=-1)
             built = clock()
             mx.async_eval(token)
             evaluate.append(clock() - built)

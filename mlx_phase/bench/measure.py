@@ -78,11 +78,14 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Result of an interleaved A/B run. ``ratio`` is time of B over time of A."""
+    """Result of an interleaved A/B run. ``ratio`` is time of B over time of A.
+
+    b and ratio are None where only A could be run.
+    """
 
     a: Stats
-    b: Stats
-    ratio: float
+    b: Stats | None
+    ratio: float | None
     order: str
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .device import EMULATION, Environment
-from .endtoend import Result
+from .endtoend import Job, Result
 from .measure import COMPARABLE
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def show(
     prefill, decode = rows
     table = Table(
         title=f"{escape(job.name)}: prompt {len(job.prompt)} tokens, {job.tokens} "
-        f"generated, {job.repeats} repeats",
+        f"generated, {job.repeats} repeats{_cache(job)}",
         title_justify="left",
     )
     table.add_column("")
@@ -60,6 +60,10 @@ def show(
         console.print(f"[bold red]{escape(decode['comparable'])}[/]")
     if env.executor == "cpu":
         console.print(f"[bold yellow]{escape(EMULATION)}[/]")
+
+
+def _cache(job: Job) -> str:
+    return "" if job.kv is None else f", {job.kv.bits}-bit KV cache g{job.kv.group}"
 
 
 def _add(
@@ -106,7 +110,9 @@ def _facts(
 ) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {v}" for name, v in env.versions.items())
     served = [f"{calls} x {name}" for name, calls in result.served.items()]
+    refused = [("stock", result.refused)] if result.refused else []
     return [
+        *refused,
         ("model from", source),
         ("tokens equal", result.equal.text),
         ("served", "; ".join(served) or "no call reached mlx_phase"),

@@ -2,7 +2,8 @@
 
 ``metal_kernel`` takes what ``mx.fast.metal_kernel`` takes and gives what it gives. The
 Apple GPU is used where there is one, else CUDA, else the CPU; ``MLX_PHASE_EXECUTOR``
-(apple, cuda or cpu) overrides.
+(apple, cuda or cpu) overrides. ``MLX_PHASE_SANITIZE=mem,race,init,sync`` runs kernels
+on the CPU and checks each access: see ``sanitize.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_phase.executor.error import ExecutorError
+from mlx_phase.executor.error import ExecutorError, SanitizerError
+from mlx_phase.executor.profile import profile_kernel
 
-__all__ = ["ExecutorError", "executor_name", "metal_kernel"]
+__all__ = [
+    "ExecutorError",
+    "SanitizerError",
+    "executor_name",
+    "metal_kernel",
+    "profile_kernel",
+]
 
 NAMES = ("apple", "cuda", "cpu")
+_OFF = ("", "0")  # values of MLX_PHASE_SANITIZE that check nothing
 
 
 def executor_name() -> str:
@@ -29,6 +38,8 @@ def executor_name() -> str:
     wanted = os.environ.get("MLX_PHASE_EXECUTOR", "")
     # Both probes are asked of MLX every time: they are cheap, and tests change them.
     has = {"apple": mx.metal.is_available, "cuda": mx.cuda.is_available}
+    if not wanted and os.environ.get("MLX_PHASE_SANITIZE", "") not in _OFF:
+        return "cpu"
     if not wanted:
         return next((name for name in ("apple", "cuda") if has[name]()), "cpu")
     if wanted not in NAMES:
@@ -54,14 +65,30 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
+    *,
+    sanitize: str | bool | None = None,
 ) -> Callable[..., list[mx.array]]:
     """Make a kernel from Metal text; same arguments as ``mx.fast.metal_kernel``.
 
-    The result is called with keywords ``inputs, output_shapes, output_dtypes, grid,
-    threadgroup, template, init_value, verbose, stream`` and returns a list of arrays.
-    Raises ValueError for wrong arguments, ExecutorError if no executor can run it.
+    ``sanitize``: checks to run it under, on the CPU: "mem,race,init,sync", True for
+    all, False for none, None for what ``MLX_PHASE_SANITIZE`` says. The result is called
+    with keywords ``inputs, output_shapes, output_dtypes, grid, threadgroup, template,
+    init_value, verbose, stream`` and returns a list of arrays. Raises ValueError for
+    wrong arguments, ExecutorError if no executor can run it; calls raise
+    SanitizerError for the first bug that a check finds.
     """
-    executor = importlib.import_module(f"mlx_phase.executor.{executor_name()}")
+    found = executor_name()
+    checks = os.environ.get("MLX_PHASE_SANITIZE") if sanitize is None else sanitize
+    if checks not in (None, False, *_OFF):
+        asked = os.environ.get("MLX_PHASE_EXECUTOR", "")
+        if asked not in ("", "cpu"):
+            raise ExecutorError(
+                "the sanitizer runs kernels on the CPU: unset MLX_PHASE_EXECUTOR, "
+                f"which is {asked!r}, or set it to cpu"
+            )
+        found = "cpu"
+    only_cpu = {"sanitize": sanitize} if found == "cpu" else {}
+    executor = importlib.import_module(f"mlx_phase.executor.{found}")
     return executor.metal_kernel(
         name,
         input_names,
@@ -71,4 +98,5 @@ def metal_kernel(
         ensure_row_contiguous=ensure_row_contiguous,
         atomic_outputs=atomic_outputs,
         compile_options=compile_options,
+        **only_cpu,
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_phase.executor import profile, profile_build
+from mlx_phase.executor import sanitize as sanitizer
 from mlx_phase.executor.arguments import check_call, check_kernel, three
 from mlx_phase.executor.cpu_arrays import (
     evaluate,
@@ -28,6 +30,7 @@ from mlx_phase.executor.signature import (
 
 MAX_THREADS = 1024
 MAX_ARENA = 32768
+PROFILE = frozenset({"profile"})
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class _Variant:
     """A kernel for one combination of types, sizes and template arguments."""
 
     metal: MetalSource
-    library: Library
+    library: Library | sanitizer.Sanitized | profile_build.Profiled
 
 
 class CpuKernel:
@@ -50,8 +53,10 @@ class CpuKernel:
         header: str,
         ensure_row_contiguous: bool,
         atomic_outputs: bool,
+        sanitize: str | bool | None,
     ) -> None:
         self.name = name
+        self.sanitize = sanitize
         self.input_names = tuple(input_names)
         self.output_names = tuple(output_names)
         self.source = source
@@ -130,7 +135,8 @@ class CpuKernel:
                     arrays[i] = mx.contiguous(arrays[i], stream=mx.cpu)
                     mx.eval(arrays[i])
                     views[i] = memoryview(arrays[i])
-        variant = self._variant(arrays, dtypes, template)
+        checks = PROFILE if profile.recording() else sanitizer.chosen(self.sanitize)
+        variant = self._variant(arrays, dtypes, template, checks)
         if verbose:
             print(f"Generated source code for `{self.name}`:\n```")
             print(f"{variant.metal.text}\n```")
@@ -149,17 +155,16 @@ class CpuKernel:
                 f"kernel {self.name!r}: a threadgroup of {group} has {threads} "
                 f"threads; Metal takes 1 to {MAX_THREADS}"
             )
-        launch(
-            self.name,
-            variant.metal,
-            variant.library,
-            arrays,
-            views,
-            outputs,
-            init_value,
-            grid,
-            group,
-        )
+        rest = arrays, views, outputs, init_value, grid, group
+        names = self.input_names, self.output_names
+        if checks == PROFILE:
+            profile.launch(self.name, names, variant.metal, variant.library, *rest)
+        elif checks:
+            sanitizer.launch(
+                self.name, names, variant.metal, variant.library, checks, *rest
+            )
+        else:
+            launch(self.name, variant.metal, variant.library, *rest)
         return outputs
 
     def _variant(
@@ -167,8 +172,10 @@ class CpuKernel:
         arrays: Sequence[mx.array],
         dtypes: Sequence[mx.Dtype],
         template: Sequence[tuple[str, Any]] | None,
+        checks: frozenset[str],
     ) -> _Variant:
         key = (
+            checks,
             tuple((a.dtype, a.ndim == 0, a.size < CONSTANT_BELOW) for a in arrays),
             tuple(dtypes),
             tuple((n, type(v), v) for n, v in template) if template else None,
@@ -194,7 +201,11 @@ class CpuKernel:
                 "with _shape, _strides or _ndim and no attribute; name one, such as "
                 "thread_position_in_grid, in the source"
             )
-        library = load(self.name, metal)
+        if checks == PROFILE:
+            library = profile_build.load(metal)
+        else:
+            build = sanitizer.load if checks else load
+            library = build(self.name, metal)
         if library.arena_bytes > MAX_ARENA:
             raise ExecutorError(
                 f"kernel {self.name!r}: its threadgroup variables take "
@@ -225,12 +236,15 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
+    sanitize: str | bool | None = None,
 ) -> CpuKernel:
     """Make a kernel for the CPU; arguments as for ``mx.fast.metal_kernel``.
 
     ``compile_options`` are checked and otherwise ignored: math is always "safe" here.
+    ``sanitize``: checks to run it under; None leaves them to ``MLX_PHASE_SANITIZE``.
     """
     check_kernel(name, input_names, output_names, source, header, compile_options)
+    sanitizer.parse(sanitize)
     return CpuKernel(
         name,
         input_names,
@@ -239,4 +253,5 @@ def metal_kernel(
         header,
         ensure_row_contiguous,
         atomic_outputs,
+        sanitize,
     )

@@ -8,13 +8,14 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from mlx_phase.executor.error import ExecutorError
 
 INCLUDE = Path(__file__).parent / "include"
 RUNTIME = ("cpu_fiber.c", "cpu_pool.c", "cpu_report.c")
+CHECKING = ("cpu_sanitize.c", "cpu_profile.c")
 #: What kernels start with, after the list of their swizzles.
 PRELUDE = '#include "metal_cpu.h"\n'
 ZIG_CACHES = ("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR")
@@ -106,27 +108,37 @@ def _headers() -> str:
     return digest.hexdigest()
 
 
-def _native() -> list[str]:
+def native_flags() -> list[str]:
+    """Flags that say: for this very processor."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return ["-march=native" if x86 else "-mcpu=native"]
 
 
-def build(code: str | None, flags: Sequence[str], files: Sequence[str] = ()) -> Path:
+def build(
+    code: str | None,
+    flags: Sequence[str],
+    files: Sequence[str] = (),
+    edit: Callable[[str], str] | None = None,
+) -> Path:
     """Compile ``code`` (or ``files``) to a shared library; a path in the cache.
 
-    Several processes may build the same thing: the finished file is moved into place.
-    Raises ExecutorError with the compiler's first lines if it fails.
+    ``edit`` changes the assembly on its way. Several processes may build the same
+    thing: the finished file is moved into place. Raises ExecutorError with the
+    compiler's first lines if it fails.
     """
-    flags = [*COMMON_FLAGS, *_native(), *flags]
-    target = cache_folder() / f"{_key(*flags, *files, code or '')}.so"
+    flags = [*COMMON_FLAGS, *native_flags(), *flags]
+    edits = Path(inspect.getfile(edit)).read_text() if edit else ""
+    target = cache_folder() / f"{_key(*flags, *files, code or '', edits)}.so"
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if code is None:
             failure = _compile([*flags, "-I", str(INCLUDE), *files], target)
+        elif edit is None:
+            failure = _compile_kernel(code, flags, target, target.parent)
         else:
-            failure = _compile_kernel(code, flags, target)
+            failure = _compile_edited(code, flags, target, edit)
     except OSError as error:
         raise ExecutorError(
             f"cannot write compiled kernels to {target.parent} ({error}); set "
@@ -167,16 +179,40 @@ def _compile(arguments: Sequence[str], target: Path, code: str = "") -> str | No
     return None
 
 
-def _compile_kernel(code: str, flags: Sequence[str], target: Path) -> str | None:
-    """Compile with the headers parsed beforehand, a quarter of a kernel's time."""
+def _compile_kernel(
+    code: str, flags: Sequence[str], target: Path, folder: Path
+) -> str | None:
+    """Compile with the headers parsed beforehand, a quarter of a kernel's time.
+
+    ``folder`` is where those are kept.
+    """
     swizzles, include, rest = code.partition(PRELUDE)
     if include:
-        parsed = _parsed_headers(swizzles + include, flags, target.parent)
+        parsed = _parsed_headers(swizzles + include, flags, folder)
         use = ["-Xclang", "-include-pch", "-Xclang", str(parsed)]
         if parsed.exists() and _compile([*flags, *use], target, rest) is None:
             return None
     # Also after an error: a .pch that clang no longer takes must not stop a kernel.
     return _compile([*flags, "-I", str(INCLUDE)], target, code)
+
+
+def _compile_edited(
+    code: str, flags: Sequence[str], target: Path, edit: Callable[[str], str]
+) -> str | None:
+    """Compile with ``edit`` applied to the assembly."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        lines = Path(folder) / ("kernel.ll" if "-emit-llvm" in flags else "kernel.s")
+        failure = _compile_kernel(code, [*flags, "-S"], lines, target.parent)
+        if failure is not None:
+            return failure
+        lines.write_text(edit(lines.read_text()))
+        kept = ("-shared", "-fPIC", "-nostdlib", "-lm", *native_flags())
+        link = [f for f in flags if f in kept] + [
+            "-w",
+            "-Xclang",
+            "-disable-llvm-passes",
+        ]
+        return _compile([*link, str(lines)], target)
 
 
 def _parsed_headers(prelude: str, flags: Sequence[str], folder: Path) -> Path:
@@ -200,17 +236,22 @@ def complaint(stderr: str) -> str:
     return "\n".join(lines[first : first + SHOWN_LINES]) or "the compiler failed"
 
 
-def load(code: str | None, flags: Sequence[str], files: Sequence[str] = ()) -> CDLL:
+def load(
+    code: str | None,
+    flags: Sequence[str],
+    files: Sequence[str] = (),
+    edit: Callable[[str], str] | None = None,
+) -> CDLL:
     """Compile and load; see ``build``."""
     _math()
-    path = build(code, [*flags, *LEAN_FLAGS], files)
+    path = build(code, [*flags, *LEAN_FLAGS], files, edit)
     try:
         return CDLL(str(path))
     except OSError as error:
         if "undefined symbol" not in str(error):
             raise
     # A processor without, say, half conversions needs the compiler's own library.
-    return CDLL(str(build(code, [*flags, "-lm"], files)))
+    return CDLL(str(build(code, [*flags, "-lm"], files, edit)))
 
 
 @functools.cache
@@ -237,10 +278,12 @@ def libc_headers() -> list[str]:
 
 
 @functools.cache
-def runtime() -> CDLL:
-    """The scheduler's library, built on first use."""
-    files = [str(INCLUDE / name) for name in RUNTIME]
-    library = load(None, libc_headers(), files)
+def runtime(sanitize: bool = False) -> CDLL:
+    """The scheduler's library, built on first use; the sanitizer's is another one."""
+    names = [*RUNTIME, *CHECKING] if sanitize else RUNTIME
+    files = [str(INCLUDE / name) for name in names]
+    flags = ["-DEMU_SANITIZE"] if sanitize else []
+    library = load(None, [*flags, *libc_headers()], files)
     sizes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     library.emu_copy.argtypes = library.emu_free_copy.argtypes = sizes
     library.emu_copy.restype, library.emu_free_copy.restype = ctypes.c_void_p, None

@@ -19,8 +19,8 @@ from mlx_phase.executor.error import ExecutorError
 from mlx_phase.executor.signature import MetalSource
 
 #: struct EmuLaunch of include/cpu_runtime.h: entry, args, grid, group, groups,
-#: arena_bytes, threads, unused; then its EmuError: address, code, line, thread, group,
-#: file, text. What args point at follows in the same block.
+#: arena_bytes, threads, block_bytes; then its EmuError: address, code, line, thread,
+#: group, file, text. What args point at follows in the same block.
 LAUNCH = struct.Struct("=QQ3I3I3IIII")
 _ERROR = struct.Struct("=Qiii3I64s2048s")
 #: How far outside an array a read may stray: a multiple of every page size.
@@ -93,7 +93,7 @@ def launch(
     """
     inputs = [address(a, v) for a, v in zip(arrays, views, strict=True)]
     writes = [address(a, memoryview(a)) for a in outputs]
-    failure = _attempt(metal, library, inputs, writes, views, grid, group)
+    failure = attempt(metal, library, inputs, writes, views, grid, group)
     extents = [extent(p, v) for p, v in zip(inputs, views, strict=True)]
     if failure and any(
         size and first - MARGIN <= failure.address < first + size + MARGIN
@@ -105,7 +105,7 @@ def launch(
         for output in outputs:
             reset(output, init_value)
         with _roomy_copies(inputs, extents) as copies:
-            failure = _attempt(metal, library, copies, writes, views, grid, group)
+            failure = attempt(metal, library, copies, writes, views, grid, group)
     if failure:
         raise ExecutorError(
             f"kernel {name!r}: {failure.message} [threadgroup {failure.group} of a "
@@ -114,15 +114,16 @@ def launch(
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """The first error of a launch; the address is 0 unless memory was the trouble."""
 
+    code: int
     message: str
     group: tuple[int, int, int]
     address: int
 
 
-def _attempt(
+def attempt(
     metal: MetalSource,
     library: Library,
     inputs: Sequence[int],
@@ -130,7 +131,12 @@ def _attempt(
     views: Sequence[memoryview],
     grid: tuple[int, int, int],
     group: tuple[int, ...],
-) -> _Failure | None:
+    sanitize: bool = False,
+) -> Failure | None:
+    """Run every threadgroup with arrays at these addresses; None, or what went wrong.
+
+    ``sanitize``: in the sanitizer's runtime, on one OS thread.
+    """
     params = metal.params
     at = ARGS_AT + 8 * len(params)
     extra = [views[p.index].ndim for p in params if p.kind in ("shape", "strides")]
@@ -160,13 +166,13 @@ def _attempt(
     struct.pack_into(f"={len(pointers)}Q", block, ARGS_AT, *pointers)
     LAUNCH.pack_into(
         block, 0, library.entry, base + ARGS_AT, *grid, *group, 0, 0, 0,
-        library.arena_bytes, _threads(), 0,
+        library.arena_bytes, 1 if sanitize else _threads(), len(block),
     )  # fmt: skip
-    if not cpu_build.runtime().emu_launch(block):
+    if not cpu_build.runtime(sanitize).emu_launch(block):
         return None
-    fault, _, _, _, x, y, z, _, text = _ERROR.unpack_from(block, LAUNCH.size)
+    fault, code, _, _, x, y, z, _, text = _ERROR.unpack_from(block, LAUNCH.size)
     message = text.split(b"\0", 1)[0].decode(errors="replace")
-    return _Failure(message, (x, y, z), fault)
+    return Failure(code, message, (x, y, z), fault)
 
 
 @contextlib.contextmanager

@@ -81,5 +81,5 @@ def cpu_source(metal: MetalSource) -> str:
         '#line 1 "launch"\n'
         'extern "C" __attribute__((visibility("default"))) void emu_entry(EmuLane* l) {'
         "\n  EmuWorker* w = l->worker;\n  void** args = w->launch->args;\n"
-        f"  {metal.specialised_name}({arguments});\n}}\n"
+        f"  EMU_CALL({metal.specialised_name})({arguments});\n}}\n"
     )

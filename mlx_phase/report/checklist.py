@@ -88,12 +88,12 @@ def _attention(a: Analysis):
         for r in kernels.table(a)
         if r["phase"] == "decode" and r["operation"].startswith(ATTENTION)
     )
-    if "2-pass" in record["kernel"]:
+    ours = record["kernel"].startswith("sdpa")
+    if ours or "2-pass" in record["kernel"]:
         return (
             "Decode attention splits the cache and merges with LSE?",
             DONE,
-            f"by stock MLX ({record['kernel'].removeprefix('stock MLX ')}); "
-            "mlx_phase has no attention kernel yet",
+            f"{record['kernel']}: {record['reason']}",
         )
     return (
         "Decode attention splits the cache and merges with LSE?",

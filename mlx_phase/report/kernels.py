@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..plan import MAX_M, Plan, plan, plan_shared, supports, supports_shared
-from ..problem import Attention, Matmul
+from ..plan_attention import MAX_Q_LEN, plan_sdpa, supports_sdpa
+from ..problem import Attention, Matmul, Sdpa
 from ..roofline import kv_bytes, machine_balance
 from ..step import ATTENTION, Operation, Pass
 from .analysis import Analysis, grouped, side
@@ -97,8 +98,11 @@ def _refused(members: list[Operation]) -> str | None:
 def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
     first = members[0].problem
     if isinstance(first, Attention):
-        kernel, why = mlx_attention(first, analysis)
-        return _stock(kernel, why, members)
+        problem = _decode_attention(first)
+        if (why := supports_sdpa(problem)) is None:
+            return _our_attention(problem, analysis, members)
+        kernel, stock_why = mlx_attention(first, analysis)
+        return _stock(kernel, f"{why}; {stock_why}", members)
     if (why := _refused(members)) is not None:
         return _stock("stock MLX", why, members)
     if _shared(members):
@@ -134,6 +138,34 @@ def _ours(chosen: Plan, launches: int) -> dict[str, Any]:
     }
 
 
+def _decode_attention(a: Attention) -> Sdpa:
+    """What the kernels are asked for; a cache with a window holds no more keys."""
+    form = {"k_bits": a.kv_bits, "v_bits": a.kv_bits}
+    form |= {"k_group": a.kv_group, "v_group": a.kv_group}
+    sizes = a.q_heads, a.kv_heads, a.head_dim, a.v_head_dim, a.q_len, a.batch
+    return Sdpa(*sizes, a.dtype, causal=a.q_len > 1, k_len=_keys(a), **form)
+
+
+def _keys(a: Attention) -> int:
+    return min(a.k_len, (a.window or a.k_len) + a.q_len - 1)
+
+
+def _our_attention(
+    problem: Sdpa, analysis: Analysis, members: list[Operation]
+) -> dict[str, Any]:
+    chosen = plan_sdpa(problem, analysis.chip)
+    chunks = -(-problem.k_len // chosen.chunk)
+    parts = f"{problem.k_len} keys in {chunks} chunks of {chosen.chunk}"
+    return {
+        "kernel": chosen.kernel,
+        "tile": f"1x{chosen.rows}",
+        "split": f"{chosen.simdgroups}x{chunks}",
+        "launches": sum(o.count for o in members) * (2 if chunks > 1 else 1),
+        "exact": chosen.exact,
+        "reason": f"{chosen.reason}; {parts}" + ", merged in order" * (chunks > 1),
+    }
+
+
 def _tile(p: Plan) -> str:
     own = p.simdgroups // p.k_simdgroups
     return f"{own}x{p.rows}"
@@ -147,34 +179,34 @@ def _split(p: Plan) -> str:
 
 def mlx_attention(a: Attention, analysis: Analysis) -> tuple[str, str]:
     """(stock kernel, why) of MLX's attention; on other than Apple GPUs, just stock."""
-    none_yet = "mlx_phase has no attention kernel yet"
+    if a.kv_bits < 16 and a.q_len > MAX_Q_LEN:
+        why = "patch dequantises the cache and takes blocks of rows"
+        return "stock MLX (dequantised)", why
     if a.kv_bits < 16:
-        why = f"{none_yet}; mlx-lm multiplies a quantised cache without fusing"
+        why = "mlx-lm multiplies a quantised cache without fusing"
         return "stock MLX (quantized matmuls)", why
     chip = analysis.chip
     if not chip.arch.startswith("applegpu"):
-        return "stock MLX", none_yet
+        return "stock MLX", "MLX decides"
     group = a.q_heads // a.kv_heads
     if a.q_len > 8:
         fused = a.head_dim in _FULL_DIMS
         kernel = "stock MLX sdpa_full" if fused else "stock MLX (unfused)"
         shown = "takes" if fused else "does not take"
-        return kernel, f"{none_yet}; MLX's fused kernel {shown} head_dim {a.head_dim}"
+        return kernel, f"MLX's fused kernel {shown} head_dim {a.head_dim}"
     rows = a.q_len * group
     if rows > 32 or a.head_dim not in _VECTOR_DIMS:
         why = f"q_len {a.q_len} x {group} heads a kv head > 32 rows"
         if rows <= 32:
             why = f"head_dim {a.head_dim}"
-        return "stock MLX (unfused)", f"{none_yet}; MLX's vector kernel refuses {why}"
-    # A cache with a sliding window holds no more keys than the window.
-    keys = min(a.k_len, (a.window or a.k_len) + a.q_len - 1)
+        return "stock MLX (unfused)", f"MLX's vector kernel refuses {why}"
+    keys = _keys(a)
     two = keys >= 1024 and chip.device_class in ("s", "d")
     two = two or (keys >= 4096 and group > 1)
     if two:
-        why = f"{none_yet}; MLX splits {keys} keys over threadgroups and merges"
+        why = f"MLX splits {keys} keys over threadgroups and merges"
         return "stock MLX sdpa_vector, 2-pass", why
-    why = f"{none_yet}; {keys} keys: MLX uses one threadgroup a head"
-    return "stock MLX sdpa_vector", why
+    return "stock MLX sdpa_vector", f"{keys} keys: MLX uses one threadgroup a head"
 
 
 def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> str:
@@ -182,7 +214,7 @@ def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> st
     flops, moved = sum(o.flops for o in members), sum(o.bytes for o in members)
     launches, balance = chosen["launches"], analysis.balance
     ours = not chosen["kernel"].startswith("stock")
-    if ours:
+    if ours and chosen["kernel"] != "sdpa_matrix":
         balance = machine_balance(analysis.fma_chip(1))
     where = side(flops, moved, balance)
     if where == "unknown":

@@ -225,8 +225,8 @@ def selection(a: Analysis) -> Section:
     lines.append(
         "Stock MLX chooses its own tile and split, shown as a dash. Tile: simdgroups "
         "of a threadgroup x rows of each. Split: simdgroups (x threadgroups) that "
-        "share the K of a row. The plan is what the tables of mlx_phase say; a kernel "
-        "serves only after it passed its check on the machine."
+        "share the K of a row, in attention the keys. The plan is what the tables of "
+        "mlx_phase say; a kernel serves only after it passed its check on the machine."
     )
     formats = {(w.operation, w.format) for w in a.shapes.weights}
     if len(formats) > len({name for name, _ in formats}):

@@ -19,6 +19,7 @@ typedef atomic<unsigned long> atomic_ulong;
 typedef atomic<long> atomic_long;
 
 inline void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
+  EMU_FENCE();
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
@@ -35,7 +36,8 @@ template <> struct Bits<8> { typedef uint64_t type; };
 
 // Replaces the value by f(value); returns the one before.
 template <typename T, typename F>
-inline T update(volatile metal::atomic<T>* p, F f) {
+inline T update(volatile metal::atomic<T>* p, F f, int kind = 3) {
+  EMU_ATOMIC(p, sizeof(T), kind);
   typedef typename Bits<sizeof(T)>::type B;
   volatile B* bits = (volatile B*)p;
   B old = __atomic_load_n(bits, __ATOMIC_RELAXED), next;
@@ -54,11 +56,11 @@ namespace metal {
 
 template <typename T>
 inline T atomic_load_explicit(const volatile atomic<T>* p, memory_order) {
-  return emu::update((volatile atomic<T>*)p, [](T v) { return v; });
+  return emu::update((volatile atomic<T>*)p, [](T v) { return v; }, 1);
 }
 template <typename T>
 inline void atomic_store_explicit(volatile atomic<T>* p, typename emu::Same<T>::type v, memory_order) {
-  emu::update(p, [v](T) { return v; });
+  emu::update(p, [v](T) { return v; }, 2);
 }
 template <typename T>
 inline T atomic_exchange_explicit(volatile atomic<T>* p, typename emu::Same<T>::type v, memory_order) {
@@ -67,6 +69,7 @@ inline T atomic_exchange_explicit(volatile atomic<T>* p, typename emu::Same<T>::
 template <typename T>
 inline bool atomic_compare_exchange_weak_explicit(
     volatile atomic<T>* p, T* expected, typename emu::Same<T>::type desired, memory_order, memory_order) {
+  EMU_ATOMIC(p, sizeof(T), 3);
   typedef typename emu::Bits<sizeof(T)>::type B;
   B old, next;
   __builtin_memcpy(&old, (const void*)expected, sizeof(T));

@@ -80,6 +80,9 @@ static EmuLane* new_fiber(Worker* w) {
 
 static void assign(Worker* w, EmuLane* lane, uint32_t index) {
   EmuWorker* s = &w->shared;
+#ifdef EMU_SANITIZE
+  index = s->order[index];
+#endif
   lane->index = index;
   lane->lane = index & 31;
   lane->simd = &s->simds[index >> 5];
@@ -105,13 +108,19 @@ static EmuLane* start(Worker* w) {
   return lane;
 }
 
-__attribute__((noreturn)) static void leave(Worker* w) {
+__attribute__((noreturn)) void emu_leave(Worker* w) {
   void* ignored;
   emu_switch(&ignored, w->shared.scheduler);
   __builtin_unreachable();
 }
 
 static EmuLane* pop(EmuWorker* s) {
+#ifdef EMU_SANITIZE
+  EmuLane** first = &s->ready[s->head & (EMU_MAX_THREADS - 1)];
+  EmuLane** chosen = &s->ready[(s->head + s->choose(s->tail - s->head)) & (EMU_MAX_THREADS - 1)];
+  EmuLane* lane = *chosen;
+  *chosen = *first, *first = lane;
+#endif
   return s->ready[s->head++ & (EMU_MAX_THREADS - 1)];
 }
 
@@ -123,10 +132,10 @@ void emu_wait(EmuLane* lane) {
     next = pop(s);
   } else if (s->next < s->count) {
     next = start((Worker*)s);
-    if (!next) leave((Worker*)s);
+    if (!next) emu_leave((Worker*)s);
   } else {
     emu_deadlock((Worker*)s);
-    leave((Worker*)s);
+    emu_leave((Worker*)s);
   }
   s->running = next;
   emu_switch(&lane->sp, next->sp);
@@ -151,12 +160,16 @@ static void fiber_main(void) {
     } else {
       if (s->done != s->count) emu_deadlock(w);
       w->idle[w->idles++] = lane;
-      leave(w);
+      emu_leave(w);
     }
   }
 }
 
+#ifdef EMU_SANITIZE
+void emu_barrier(EmuLane* lane, uint32_t at, const char* file, uint32_t flags) {
+#else
 void emu_barrier(EmuLane* lane, uint32_t at, const char* file) {
+#endif
   EmuWorker* s = lane->worker;
   if (s->barrier_arrived == 0) {
     s->barrier_at = at;
@@ -172,11 +185,17 @@ void emu_barrier(EmuLane* lane, uint32_t at, const char* file) {
   for (uint32_t i = 0; i < s->barrier_arrived; i++)
     s->ready[s->tail++ & (EMU_MAX_THREADS - 1)] = s->barrier_waiting[i];
   s->barrier_arrived = 0;
+#ifdef EMU_SANITIZE
+  s->barriers++;
+  s->ops[EMU_threadgroup_barrier]++;
+  s->epoch[0] += flags >> 1 & 1;
+  s->epoch[1] += flags & 1;
+#endif
 }
 
 void emu_fail(EmuLane* lane, int code, EmuOp op, uint32_t at, const char* file, const char* text) {
   emu_describe((Worker*)lane->worker, lane, code, op, at, file, text);
-  leave((Worker*)lane->worker);
+  emu_leave((Worker*)lane->worker);
 }
 
 // Collective state of a fresh worker, after an error, or for another threadgroup size.
@@ -218,7 +237,11 @@ int emu_run_group(Worker* w, const EmuLaunch* launch, uint64_t index) {
   if (w->prepared != s->count) prepare(w);
   // The block ends at an unmapped page: running off the last array faults instead of passing.
   s->arena = w->arena_end - ((launch->arena_bytes + 63) & ~63u);
+#ifdef EMU_SANITIZE
+  emu_sanitize_group(w, index);
+#else
   memset(s->arena, 0xff, w->arena_end - s->arena);
+#endif
   memset(w->returned, 0, sizeof w->returned);
   s->next = s->done = s->head = s->tail = s->barrier_arrived = 0;
   w->error.code = EMU_OK;
@@ -228,6 +251,9 @@ int emu_run_group(Worker* w, const EmuLaunch* launch, uint64_t index) {
     emu_switch(&s->scheduler, first->sp);
     s->running = NULL;
   }
+#ifdef EMU_SANITIZE
+  emu_sanitize_end(w);
+#endif
   if (w->error.code != EMU_OK) w->prepared = 0;
   return w->error.code;
 }
@@ -240,5 +266,8 @@ int emu_open_worker(Worker* w) {
   w->arena_end = at + EMU_MAX_ARENA;
   w->shared.barrier = emu_barrier;
   w->shared.fail = emu_fail;
+#ifdef EMU_SANITIZE
+  emu_sanitize_worker(w);
+#endif
   return 0;
 }

@@ -27,6 +27,7 @@ inline Place place(uint32_t lane) {
 // A lane's share of the three operands. Products and sums are taken in float, k ascending.
 struct Operands { float a[2], b[2], c[2]; };
 
+EMU_UNCHECKED_BEGIN
 struct Multiply {
   void operator()(Operands* s, uint32_t count) const {
     float a[8][8], b[8][8];
@@ -45,19 +46,25 @@ struct Multiply {
   }
 };
 
-template <typename D, typename A, typename B>
-inline void multiply(D& d, const A& a, const B& b, float c0, float c1, EmuOp op, uint32_t at, const char* file) {
+// Out of line: an unrolled kernel calls it hundreds of times, and would take ten times as long to compile.
+__attribute__((noinline)) static Operands multiply(const Operands mine, EmuOp op, uint32_t at, const char* file) {
   EmuLane* self = emu_self();
   if (self->simd->whole.count != 32)
     self->worker->fail(self, EMU_MISUSE, op, at, file, "a simdgroup_matrix needs all 32 lanes of the simdgroup");
+  return gather<Whole>(self, mine, op, at, file, Multiply())[self->lane];
+}
+
+template <typename D, typename A, typename B>
+inline void multiply(D& d, const A& a, const B& b, float c0, float c1, EmuOp op, uint32_t at, const char* file) {
   const Operands mine = {{(float)a.elements[0], (float)a.elements[1]},
                          {(float)b.elements[0], (float)b.elements[1]},
                          {c0, c1}};
-  const Operands& r = gather<Whole>(self, mine, op, at, file, Multiply())[self->lane];
+  const Operands r = multiply(mine, op, at, file);
   typedef typename D::storage_type::element_type T;
   d.elements[0] = (T)r.c[0];
   d.elements[1] = (T)r.c[1];
 }
+EMU_UNCHECKED_END
 
 }  // namespace emu
 

@@ -59,8 +59,13 @@ static void run_share(Worker* w) {
       uint64_t i = __atomic_fetch_add(&next_group, chunk, __ATOMIC_RELAXED);
       if (i >= group_count || __atomic_load_n(&stopped, __ATOMIC_RELAXED)) goto out;
       uint64_t end = i + chunk < group_count ? i + chunk : group_count;
-      for (; i < end; i++)
+      for (; i < end; i++) {
+#ifdef EMU_SANITIZE
+        if (emu_run_group(w, current, emu_sanitize_order(i))) goto failed;
+#else
         if (emu_run_group(w, current, i)) goto failed;
+#endif
+      }
     }
   }
 failed:

@@ -5,7 +5,11 @@
 
 #define EMU_MAX_THREADS 1024
 #define EMU_MAX_SIMDS 32
+#ifdef EMU_SANITIZE
+#define EMU_MAX_ARENA (16 << 20)  // arrays far apart: a stray index meets no other array
+#else
 #define EMU_MAX_ARENA 32768
+#endif
 #define EMU_VALUE 64             // bytes a lane may bring to a collective
 #define EMU_STACK_SHIFT 17       // 128 KiB a lane, its size and its alignment
 #define EMU_STACK ((size_t)1 << EMU_STACK_SHIFT)
@@ -14,7 +18,7 @@ typedef struct EmuWorker EmuWorker;
 typedef struct EmuLane EmuLane;
 
 // Why a launch stopped. Text for people is made by the runtime; `code` is for Python.
-enum { EMU_OK = 0, EMU_DIVERGED = 1, EMU_DEADLOCK = 2, EMU_FAULT = 3, EMU_MISUSE = 4, EMU_NOMEM = 5 };
+enum { EMU_OK = 0, EMU_DIVERGED = 1, EMU_DEADLOCK = 2, EMU_FAULT = 3, EMU_MISUSE = 4, EMU_NOMEM = 5, EMU_FOUND = 6 };
 
 // Collectives by name, so that two different ones at one place are told apart.
 #define EMU_OPS(X) \
@@ -54,6 +58,9 @@ typedef struct EmuSimd {
   EmuLane* waiting[32];
   unsigned char slots[2][32 * EMU_VALUE] __attribute__((aligned(64)));
   unsigned char quad_slots[8][2][4 * EMU_VALUE] __attribute__((aligned(64)));
+#ifdef EMU_SANITIZE
+  uint32_t epoch[2];  // simdgroup barriers passed that order threadgroup and device memory
+#endif
 } EmuSimd;
 
 // State of a running Metal thread, at the top of its stack; two cache lines.
@@ -84,7 +91,7 @@ typedef struct EmuLaunch {
   void** args;
   uint32_t grid[3], group[3], groups[3];  // threads, threads of a full threadgroup, threadgroups
   uint32_t arena_bytes, threads;          // threadgroup memory; OS threads to use
-  uint32_t unused;
+  uint32_t block_bytes;                   // of this struct and all that follows it
   EmuError error;
 } EmuLaunch;
 
@@ -98,22 +105,41 @@ struct EmuWorker {
   uint32_t head, tail;            // ready ring
   uint32_t barrier_arrived, barrier_at;
   const char* barrier_file;
+#ifdef EMU_SANITIZE
+  void (*barrier)(EmuLane*, uint32_t, const char*, uint32_t flags);
+  void (*access)(EmuLane*, const void*, size_t, uint32_t kind, const void* pc);
+  void (*broken)(EmuLane*, int what, const void*, int64_t value, const char* type, const void* pc);
+  void (*fence)(EmuLane*);
+  uint32_t epoch[2], barriers;         // barriers passed that order threadgroup and device memory; all
+  uint16_t order[EMU_MAX_THREADS];     // in which threads start
+  uint32_t (*choose)(uint32_t count);  // which ready thread goes on
+  uint32_t* counts;                    // profiles: of every thread, how often each block of code ran
+  uint32_t blocks;
+  uint64_t ops[EMU_OP_COUNT];          // collectives by simdgroup, barriers by threadgroup
+#else
   void (*barrier)(EmuLane*, uint32_t, const char*);
+#endif
   void (*fail)(EmuLane*, int code, EmuOp op, uint32_t at, const char* file, const char* text);
   EmuLane* ready[EMU_MAX_THREADS];
   EmuLane* barrier_waiting[EMU_MAX_THREADS];
   EmuSimd simds[EMU_MAX_SIMDS];
 };
 
+#ifdef EMU_SANITIZE
+#define EMU_SMALL static inline __attribute__((always_inline))  // checked and unchecked code call them
+#else
+#define EMU_SMALL static inline
+#endif
+
 // Tops of stacks are spread over the cache's sets: equal offsets in aligned stacks would share one set.
 #define EMU_COLOR(address) ((((uintptr_t)(address) >> EMU_STACK_SHIFT) & 31) * 128)
-static inline EmuLane* emu_lane_at(uintptr_t address) {
+EMU_SMALL EmuLane* emu_lane_at(uintptr_t address) {
   uintptr_t base = address & ~(uintptr_t)(EMU_STACK - 1);
   return (EmuLane*)(base + EMU_STACK - 128 - EMU_COLOR(base));
 }
 
 // The running lane, from the stack pointer alone: no thread-local storage in kernels.
-static inline EmuLane* emu_self(void) {
+EMU_SMALL EmuLane* emu_self(void) {
   uintptr_t sp;
 #if defined(__x86_64__)
   __asm__("mov %%rsp, %0" : "=r"(sp));

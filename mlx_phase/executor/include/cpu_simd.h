@@ -2,6 +2,7 @@
 // Sums and products follow a butterfly (xor 16, 8, 4, 2, 1): every lane gets the same bits.
 #pragma once
 
+EMU_UNCHECKED_BEGIN
 namespace emu {
 
 // Place of the call, taken where a default argument is used: the user's line.
@@ -30,6 +31,9 @@ inline T* meet(EmuLane* self, EmuMeet* m, uint32_t me, const T& value, EmuOp op,
     return slots;
   }
   finish(slots, m->count);
+#ifdef EMU_SANITIZE
+  self->worker->ops[op]++;
+#endif
   m->arrived = 0;
   m->generation++;
   EmuWorker* w = self->worker;
@@ -54,6 +58,17 @@ struct Quad {
 struct Nothing {
   template <typename T> void operator()(T*, uint32_t) const {}
 };
+#ifdef EMU_SANITIZE
+// A simdgroup barrier orders the kinds of memory that it names.
+struct Order {
+  EmuSimd* simd;
+  uint32_t flags;
+  template <typename T> void operator()(T*, uint32_t) const {
+    simd->epoch[0] += flags >> 1 & 1;
+    simd->epoch[1] += flags & 1;
+  }
+};
+#endif
 
 #define EMU_BINARY(NAME, EXPR) \
   struct NAME {                \
@@ -102,12 +117,12 @@ inline T* gather(EmuLane* self, const T& value, EmuOp op, uint32_t at, const cha
 }
 
 template <typename Group, typename Op, typename T>
-inline T reduce(const T& v, EmuOp op, uint32_t at, const char* file) {
+inline T reduce(EMU_IN(T) v, EmuOp op, uint32_t at, const char* file) {
   return gather<Group>(emu_self(), v, op, at, file, Reduce<Group, Op>())[0];
 }
 
 template <typename Group, typename Op, typename T>
-inline T scan(const T& v, bool exclusive, const T& first, EmuOp op, uint32_t at, const char* file) {
+inline T scan(EMU_IN(T) v, bool exclusive, EMU_IN(T) first, EmuOp op, uint32_t at, const char* file) {
   EmuLane* self = emu_self();
   const uint32_t me = Group::lane(self);
   const T* a = gather<Group>(self, v, op, at, file, Scan<Op>());
@@ -116,7 +131,7 @@ inline T scan(const T& v, bool exclusive, const T& first, EmuOp op, uint32_t at,
 
 // The value of lane `from(me)`; a lane that does not exist gives the caller's own value back.
 template <typename Group, typename T, typename From>
-inline T shuffle(const T& v, EmuOp op, uint32_t at, const char* file, From from) {
+inline T shuffle(EMU_IN(T) v, EmuOp op, uint32_t at, const char* file, From from) {
   EmuLane* self = emu_self();
   const uint32_t me = Group::lane(self), count = Group::of(self)->count;
   const T* a = gather<Group>(self, v, op, at, file, Nothing());
@@ -127,7 +142,7 @@ inline T shuffle(const T& v, EmuOp op, uint32_t at, const char* file, From from)
 template <typename T> struct Pair { T data, fill; };
 
 template <typename Group, typename T>
-inline T fill_shuffle(const T& v, const T& fill, int delta, uint32_t modulo, EmuOp op, uint32_t at, const char* file) {
+inline T fill_shuffle(EMU_IN(T) v, EMU_IN(T) fill, int delta, uint32_t modulo, EmuOp op, uint32_t at, const char* file) {
   EmuLane* self = emu_self();
   const uint32_t me = Group::lane(self);
   const Pair<T> mine = {v, fill};
@@ -149,6 +164,7 @@ inline uint32_t ballot(bool predicate, EmuOp op, uint32_t at, const char* file) 
 template <typename Group> inline uint32_t everyone() { return Group::of(emu_self())->full; }
 
 }  // namespace emu
+EMU_UNCHECKED_END
 
 namespace metal {
 
@@ -158,6 +174,18 @@ enum class mem_flags {
 inline mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
 inline mem_flags operator&(mem_flags a, mem_flags b) { return (mem_flags)((int)a & (int)b); }
 
+#ifdef EMU_SANITIZE
+EMU_UNCHECKED_BEGIN
+inline void threadgroup_barrier(mem_flags flags, EMU_AT) {
+  EmuLane* self = emu_self();
+  self->worker->barrier(self, at, file, (uint32_t)flags);
+}
+inline void simdgroup_barrier(mem_flags flags, EMU_AT) {
+  EmuLane* self = emu_self();
+  emu::gather<emu::Whole>(self, (char)0, EMU_simdgroup_barrier, at, file, emu::Order{self->simd, (uint32_t)flags});
+}
+EMU_UNCHECKED_END
+#else
 inline void threadgroup_barrier(mem_flags, EMU_AT) {
   EmuLane* self = emu_self();
   self->worker->barrier(self, at, file);
@@ -165,6 +193,7 @@ inline void threadgroup_barrier(mem_flags, EMU_AT) {
 inline void simdgroup_barrier(mem_flags, EMU_AT) {
   emu::gather<emu::Whole>(emu_self(), (char)0, EMU_simdgroup_barrier, at, file, emu::Nothing());
 }
+#endif
 
 // The result of a ballot.
 struct simd_vote {

@@ -21,11 +21,24 @@ typedef struct Worker {
 
 void emu_switch(void** save, void* to);
 void emu_wait(EmuLane* lane);
+#ifdef EMU_SANITIZE
+void emu_barrier(EmuLane* lane, uint32_t at, const char* file, uint32_t flags);
+#else
 void emu_barrier(EmuLane* lane, uint32_t at, const char* file);
+#endif
 void emu_fail(EmuLane* lane, int code, EmuOp op, uint32_t at, const char* file, const char* text);
 
 int emu_open_worker(Worker* w);
 int emu_run_group(Worker* w, const EmuLaunch* launch, uint64_t index);
+
+__attribute__((noreturn)) void emu_leave(Worker* w);
+
+// The sanitizer, in cpu_sanitize.c.
+void emu_sanitize_worker(Worker* w);
+void emu_sanitize_group(Worker* w, uint64_t index);
+void emu_sanitize_end(Worker* w);
+void emu_profile_group(Worker* w, int begins);
+uint64_t emu_sanitize_order(uint64_t index);
 
 // Messages, in cpu_report.c.
 void emu_error(Worker* w, int code, EmuLane* lane, uint32_t at, const char* file, const char* format, ...);

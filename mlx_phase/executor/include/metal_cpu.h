@@ -28,6 +28,7 @@ extern "C" __attribute__((used, visibility("hidden"), weak)) __bf16 __truncsfbf2
 #define threadgroup
 #define kernel
 
+#include "cpu_sanitize.h"
 #include "msl_vec.h"
 #include "msl_common.h"
 #include "cpu_simd.h"
@@ -39,19 +40,21 @@ extern "C" __attribute__((used, visibility("hidden"), weak)) __bf16 __truncsfbf2
 extern "C" {
 __attribute__((visibility("default"))) uint64_t emu_arena_bytes;
 }
+EMU_UNCHECKED_BEGIN
 namespace emu {
-inline uint32_t reserve(size_t size, size_t align) {
+inline uint32_t reserve(size_t size, size_t align, const char* type) {
   if (align < 16) align = 16;
   const uint64_t offset = (emu_arena_bytes + align - 1) / align * align;
   emu_arena_bytes = offset + size;
-  return (uint32_t)offset;
+  return EMU_PLACE((uint32_t)offset, size, type);
 }
 template <typename T, typename Tag, int ALIGN>
 struct Shared {
   static const uint32_t offset;
+  static uint32_t place() { return reserve(sizeof(T), ALIGN > (int)alignof(T) ? ALIGN : alignof(T), EMU_TYPE); }
 };
 template <typename T, typename Tag, int ALIGN>
-const uint32_t Shared<T, Tag, ALIGN>::offset = reserve(sizeof(T), ALIGN > (int)alignof(T) ? ALIGN : alignof(T));
+const uint32_t Shared<T, Tag, ALIGN>::offset = place();
 template <typename T, typename Tag, int ALIGN>
 inline T& shared() {
   return *(T*)(emu_self()->arena + Shared<T, Tag, ALIGN>::offset);
@@ -66,5 +69,6 @@ inline metal::vec<uint, 3> global(const EmuLane* l) {
 }
 inline uint threads(const uint32_t* size) { return size[0] * size[1] * size[2]; }
 }  // namespace emu
+EMU_UNCHECKED_END
 
 using namespace metal;

@@ -32,10 +32,15 @@ template <> struct msl_convert<half, bfloat> { MSL_FN static half from(bfloat u)
 template <> struct msl_convert<bfloat, half> { MSL_FN static bfloat from(half u) { return (bfloat)(float)u; } };
 
 // MLX's arrays on the CPU start at multiples of 8 bytes: do not promise more there.
-#ifdef MSL_CPU
+#if defined(MSL_CPU) && !defined(EMU_SANITIZE)
 #define MSL_ALIGN(bytes) alignas((bytes) < 8 ? (bytes) : 8)
 #else
 #define MSL_ALIGN(bytes) alignas(bytes)
+#endif
+
+// The CPU executor's sanitizer looks at indices.
+#ifndef MSL_INDEX
+#define MSL_INDEX(i, n)
 #endif
 
 // A swizzle is a member of the vector's union and has no storage of its own: it reads and writes
@@ -115,16 +120,26 @@ struct vec_ops {
 #endif
 #define MSL_SWIZZLE(name, n, k) swizzle<T, n, k> name;
 
+// A vector is copied whole; a profile counts what each component would be on a GPU.
+#ifdef EMU_PROFILE
+#define MSL_COPY(N)                                                                               \
+  MSL_FN vec(const vec& o) { for (int i = 0; i < N; i++) d[i] = o.d[i]; }                         \
+  MSL_FN vec& operator=(const vec& o) { for (int i = 0; i < N; i++) d[i] = o.d[i]; return *this; }
+#else
+#define MSL_COPY(N)                                                                               \
+  MSL_FN constexpr vec(const vec& o) : raw(o.raw) {}                                              \
+  MSL_FN vec& operator=(const vec& o) { raw = o.raw; return *this; }
+#endif
+
 // What every vector has, whatever N is.
 #define MSL_VEC_COMMON(N)                                                                         \
   typedef T element_type;                                                                         \
   vec() = default;                                                                                \
-  MSL_FN constexpr vec(const vec& o) : raw(o.raw) {}                                              \
-  MSL_FN vec& operator=(const vec& o) { raw = o.raw; return *this; }                              \
+  MSL_COPY(N)                                                                                     \
   template <typename U, unsigned K>                                                               \
   MSL_FN explicit vec(const swizzle<U, N, K>& s) : vec(s.get()) {}                           \
-  MSL_FN T& operator[](int i) { return d[i]; }                                                    \
-  MSL_FN const T& operator[](int i) const { return d[i]; }
+  MSL_FN T& operator[](int i) { MSL_INDEX(i, N) return d[i]; }                                    \
+  MSL_FN const T& operator[](int i) const { MSL_INDEX(i, N) return d[i]; }
 
 #define MSL_IF_SCALAR(U) typename msl_require<msl_is_scalar<U>::value>::type = 0
 

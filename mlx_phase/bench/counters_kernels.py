@@ -1,0 +1,193 @@
+"""Profiles of MLX's kernels and ours for 4-bit weights, as costs per weight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+
+import mlx.core as mx
+
+from ..chip import Chip
+from ..counters import Cost, cost
+from ..executor import metal_kernel
+from ..executor.profile import Profile, profile_kernel
+from ..launch import attention, matmul
+from ..plan import Plan, plan
+from ..plan_attention import plan_sdpa
+from ..problem import Matmul, Sdpa
+from . import mlx_metal
+
+HEADERS = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+CONSTANTS = {"align_M": False, "align_N": False, "align_K": False}
+#: Rows and columns of the profiled matrices: a few threadgroups, and K long enough that
+#: what comes before and after the loop weighs as little as in a model.
+N, K = 32, 4096
+DTYPE, GROUP = mx.bfloat16, 64
+
+
+@dataclass(frozen=True)
+class PerWeight:
+    """Work per weight, apart from the bytes of x and y; and bytes over ideal ones."""
+
+    cost: Cost
+    over_fetch: float
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Kernels made inside run on the CPU executor, whatever the machine has."""
+    before = os.environ.get("MLX_PHASE_EXECUTOR")
+    os.environ["MLX_PHASE_EXECUTOR"] = "cpu"
+    matmul.kernel.cache_clear()
+    try:
+        yield
+    finally:
+        matmul.kernel.cache_clear()
+        if before is None:
+            del os.environ["MLX_PHASE_EXECUTOR"]
+        else:
+            os.environ["MLX_PHASE_EXECUTOR"] = before
+
+
+def _arrays(M: int, rows: int, bits: int) -> tuple[mx.array, ...]:
+    key = mx.random.key(bits)
+    w = mx.random.normal((rows, K), key=key).astype(DTYPE)
+    x = mx.random.normal((M, K), key=key).astype(DTYPE)
+    return (*mx.quantize(w, group_size=GROUP, bits=bits), x)
+
+
+def _per_weight(profile: Profile, weights: int) -> PerWeight:
+    """Bytes are those of the arrays of weights: x and y are added by who knows M."""
+    arrays = [a for a in profile.arrays if a.role == "input" and a.nbytes > 4 * K // 8]
+    arrays = [a for a in arrays if a.name not in ("x", "K", "N", "M")]
+    lines = 128 * sum(a.lines for a in arrays)
+    work = replace(cost(profile), memory_bytes=lines)
+    return PerWeight(work.times(1 / weights), lines / sum(a.nbytes for a in arrays))
+
+
+@cache
+def mlx_qmv(name: str, M: int, bits: int = 4) -> PerWeight:
+    """MLX's kernel: ``fast`` (M rows, one read each), ``wide`` (M rows share a read)
+    or ``qmm`` (tiles of 32 rows, M of them used)."""
+    rows = M if name != "qmm" else 32
+    w, scales, biases, x = _arrays(rows, N, bits)
+    lanes = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
+    group, tiles = (32, 2, 1), (rows, N // 8)
+    if name == "fast":
+        call, extra = f"affine_qmv_fast<T, {GROUP}, {bits}, false>", ""
+    elif name == "wide":
+        call, extra = f"affine_qmv_wide<T, {GROUP}, {bits}, {M}, 8, false>", ", M"
+        tiles = (1, N // 8)
+    else:
+        call, extra = f"affine_qmm_t<T, {GROUP}, {bits}, true, false>", ", M"
+        lanes = f"thread_index_in_threadgroup, {lanes}"
+        group, tiles = (32, 2, 2), (N // 32, 1)
+    body = (
+        f"{call}(w, scales, biases, x, y, K, N{extra}, x_ndim - 2, x_shape, x_strides, "
+        "w_ndim - 2, w_shape, w_strides, scales_strides, biases_strides, "
+        f"threadgroup_position_in_grid, {lanes});"
+    )
+    kernel = metal_kernel(
+        name=f"mlx_{name}",
+        input_names=["w", "scales", "biases", "x", "K", "N", "M"],
+        output_names=["y"],
+        source=body,
+        header=mlx_metal.header(*HEADERS, **CONSTANTS),
+    )
+    (profile,) = profile_kernel(
+        kernel,
+        inputs=[w, scales, biases, x, K, N, rows],
+        output_shapes=[(rows, N)],
+        output_dtypes=[DTYPE],
+        grid=(tiles[0] * group[0], tiles[1] * group[1], group[2]),
+        threadgroup=group,
+        template=[("T", DTYPE)],
+    )
+    return _per_weight(profile, N * K)
+
+
+@cache
+def ours(M: int, rows: int, bits: int = 4) -> PerWeight:
+    """Our qmv with the tile that the plan has for M; ``rows`` of a simdgroup."""
+    problem = Matmul(M, N, K, str(DTYPE).rpartition(".")[2], bits, GROUP)
+    p = Plan("qmv", rows, 2, 1, 1, True, "profiled")
+    w, scales, biases, x = _arrays(M, N, bits)
+    (profile,) = profile_kernel(matmul.prepare(problem, p), x, w, scales, biases)
+    return _per_weight(profile, N * K)
+
+
+#: The profiled attention: query heads, KV heads, head_dim, keys.
+HEADS = (8, 2, 128, 1024)
+_STRIDES = (
+    "size_t(k_strides[1]), size_t(k_strides[2]), size_t(v_strides[1]), "
+    "size_t(v_strides[2]), scale[0]"
+)
+_TWO_PASS = f"""sdpa_vector_2pass_1<T, D>(q, k, v, out, sums, maxs, N, {_STRIDES},
+  nullptr, nullptr, 0, 0, 0, (const device T*)q, threads_per_threadgroup,
+  thread_position_in_threadgroup, threadgroup_position_in_grid, threadgroups_per_grid,
+  thread_index_in_simdgroup);"""
+
+
+def _attention(q_len: int) -> tuple[mx.array, mx.array, mx.array]:
+    heads, kv_heads, head_dim, k_len = HEADS
+    shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
+    key = mx.random.key(q_len)
+    q, k, v = (mx.random.normal((1, *s, head_dim), key=key) for s in shapes)
+    return q.astype(DTYPE), k.astype(DTYPE), v.astype(DTYPE)
+
+
+def _per_element(profiles: list[Profile]) -> PerWeight:
+    """Work per element of K and V; bytes are those of the caches."""
+    _, kv_heads, head_dim, k_len = HEADS
+    elements = 2 * kv_heads * head_dim * k_len
+    caches = [a for p in profiles for a in p.arrays if a.name in ("k", "v")]
+    lines = 128 * sum(a.lines for a in caches)
+    work = replace(reduce(Cost.plus, map(cost, profiles)), memory_bytes=lines)
+    return PerWeight(work.times(1 / elements), lines / sum(a.nbytes for a in caches))
+
+
+@cache
+def mlx_attention(q_len: int) -> PerWeight:
+    """MLX's first pass over the keys (the second is small), 32 blocks of them."""
+    heads, kv_heads, head_dim, k_len = HEADS
+    q, k, v = _attention(q_len)
+    names = ("has_mask", "query_transposed", "do_causal", "bool_mask", "float_mask")
+    constants = dict.fromkeys((*names, "has_sinks"), False) | {"blocks": 32}
+    kernel = metal_kernel(
+        name="mlx_sdpa_vector_2pass_1",
+        input_names=["q", "k", "v", "N", "scale"],
+        output_names=["out", "sums", "maxs"],
+        source=_TWO_PASS,
+        header=mlx_metal.header("sdpa_vector.h", **constants),
+        ensure_row_contiguous=False,
+    )
+    rows, group = (1, heads, q_len, 32), (32, heads // kv_heads, q_len)
+    profiles = profile_kernel(
+        kernel,
+        inputs=[q, k, v, k_len, mx.array([head_dim**-0.5])],
+        output_shapes=[(*rows, head_dim), rows, rows],
+        output_dtypes=[DTYPE, mx.float32, mx.float32],
+        grid=(kv_heads * 32, group[1], 32 * q_len),
+        threadgroup=group,
+        template=[("T", DTYPE), ("D", head_dim)],
+    )
+    return _per_element(profiles)
+
+
+@cache
+def our_attention(q_len: int, chip: Chip) -> PerWeight:
+    """Our kernels under the chip's plan, the merge of chunks included."""
+    heads, kv_heads, head_dim, k_len = HEADS
+    dtype = str(DTYPE).rpartition(".")[2]
+    problem = Sdpa(heads, kv_heads, head_dim, head_dim, q_len, 1, dtype, causal=True)
+    run = attention.prepare(problem, plan_sdpa(problem, chip))
+    arrays = _attention(q_len)
+    return _per_element(profile_kernel(run, *arrays, scale=head_dim**-0.5))
+
+
+def planned_rows(M: int, chip: Chip) -> int:
+    """Rows of a simdgroup that the plan has for a large matrix."""
+    return plan(Matmul(M, 8192, 8192, "bfloat16", 4, GROUP), chip).rows

@@ -1,0 +1,82 @@
+"""`bench counters`: routes, the command, and tables that say what the kernels do."""
+
+import csv
+
+import mlx_headers
+import pytest
+
+from mlx_phase.bench import __main__ as command
+from mlx_phase.bench import counters, counters_kernels
+from mlx_phase.chip import lookup
+
+M1, M3 = lookup("M1 Max 32"), lookup("M3 Max 40")
+
+
+@pytest.mark.parametrize(
+    "M, tiles", [(2, (1, 2)), (5, (1, 5)), (6, (2, 3)), (9, (2, 5)), (12, (3, 4))]
+)
+def test_tiles_of_qmv_wide(M, tiles):
+    assert counters.vectors(M) == tiles
+
+
+def test_the_published_rows_are_whole():
+    with counters.PUBLISHED.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 40 and all(None not in row.values() for row in rows)
+    for row in rows:
+        assert lookup(f"{row['chip']} {row['cores']}").gpu_cores == int(row["cores"])
+        assert row["against"] in ("us", "per row") or row["against"].startswith("M=")
+        assert float(row["reported"]) > 0 and row["cached"] in ("yes", "no")
+        assert row["kernel"] in ("qmv", "qmm") and int(row["group"]) == 64
+
+
+def test_predictions_of_mlx_kernels_are_near_what_was_reported():
+    """Three of the rows, so that a change of counters or costs is noticed."""
+    mlx_headers.header(*counters_kernels.HEADERS, **counters_kernels.CONSTANTS)
+    reported = {1: 129, 4: 165, 8: 323}
+    with counters_kernels.on_cpu():
+        for M, us in reported.items():
+            _, passes = counters.mlx_route(M, M3)
+            found = counters.time(passes, M, 5120, 17408, M3)
+            assert found.us == pytest.approx(us, rel=0.1)
+            assert found.bound == ("memory" if M == 1 else "instructions")
+        _, fast = counters.mlx_route(1, M3)
+        _, per_row = counters.mlx_route(4, M1)
+        assert len(per_row) == 4 and per_row[0] is fast[0]
+
+
+def test_our_kernel_reads_no_more_than_it_must():
+    with counters_kernels.on_cpu():
+        mine = counters_kernels.ours(1, counters_kernels.planned_rows(1, M3))
+    assert 1 <= mine.over_fetch <= 1.02
+    assert mine.cost.memory_bytes == pytest.approx(0.5625 * mine.over_fetch)
+    # what counters.md says, with room for small changes of the kernel
+    assert 2 < mine.cost.cycles < 4.5
+
+
+def test_update_rewrites_what_lies_between_marks(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    begin, end = "<!-- bench counters kernels -->\n", "<!-- bench counters end -->"
+    page.write_text(f"a\n{begin}old\n{end}\nb\n")
+    monkeypatch.setitem(counters.TABLES, "kernels", lambda: "| new |")
+    assert command.main(["counters", "--update", str(page)]) == 0
+    assert page.read_text() == f"a\n{begin}| new |\n{end}\nb\n"
+    assert command.main(["counters", "--update", str(page)]) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert command.main(["counters", "kernels"]) == 0
+    assert capsys.readouterr().out == "| new |\n\n"
+
+
+def test_bad_input_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench counters speed -->\n<!-- bench counters end -->")
+    assert command.main(["counters", "--update", str(page)]) == 2
+    page.write_text("nothing")
+    assert command.main(["counters", "--update", str(page)]) == 2
+    assert command.main(["counters", "speed"]) == 2
+    said = capsys.readouterr().err
+    assert "no such table: speed" in said and "has no <!-- bench counters" in said
+    monkeypatch.setenv("MLX_PHASE_MLX_METAL", str(tmp_path))
+    counters_kernels.mlx_qmv.cache_clear()
+    assert command.main(["counters", "kernels"]) == 2
+    assert "run `make headers`" in capsys.readouterr().err
