@@ -15,7 +15,7 @@ PACKAGE = ROOT / "mlx_phase"
 # From left to right. Modules of one row do not import each other.
 FLOW = (
     {"chip", "problem", "model_error", "arguments", "machine"},
-    {"roofline", "shapes_config"},
+    {"roofline", "shapes_config", "counters"},
     {"plan", "plan_attention", "shapes"},
     {"source", "step", "predict_data", "plan_matrix"},
     {"predict_fit"},
@@ -48,7 +48,7 @@ RANK = {module: rank for rank, row in enumerate(FLOW) for module in row}
 STANDALONE = {"executor"}
 # Pure Python: they plan for any chip on a machine without MLX.
 WITHOUT_MLX = {"chip", "problem", "roofline", "plan", "shapes", "shapes_config", "step"}
-WITHOUT_MLX |= {"plan_attention", "plan_matrix"}
+WITHOUT_MLX |= {"plan_attention", "plan_matrix", "counters"}
 WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets", "speculate"}
