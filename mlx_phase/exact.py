@@ -74,6 +74,7 @@ def exact_rows() -> Iterator[None]:
     rows, plain ``x @ w`` and what the kernels do not take stay stock, counted in
     ``mlx_phase.ops.served()``. Kernels are not checked on this machine as `patch` does,
     have no gradient, and a function compiled outside keeps what it was compiled with.
+    A patched model keeps the ``exact`` that it was patched with.
     """
     _enter()
     state = attention_hooks._here.state

@@ -73,6 +73,17 @@ class Steps:
             for c in caches
         )
 
+    def starts(self, tokens: mx.array, caches: list | None) -> bool:
+        """Whether a call is a short prompt on new caches, which have no buffers yet."""
+        if self.reason is not None or not caches or tokens.ndim != 2:
+            return False
+        short = tokens.shape[1] > 1 and tokens.size <= MAX_M
+        return (
+            short
+            and not self._decoder()._train
+            and all(type(c) is KVCache and c.keys is None for c in caches)
+        )
+
     def run(self, tokens: mx.array, caches: list[KVCache]) -> mx.array | None:
         """The step's output [B, L, hidden], caches advanced; None: not traceable.
 
@@ -142,12 +153,15 @@ class Steps:
     def _remember(self) -> None:
         """Note what the traces hold as constants: weights and modules, by identity."""
         homes, keys, values = [], [], []
-        for _, module in self._decoder().named_modules():
+        decoder = self._decoder()
+        for _, module in decoder.named_modules():
             lists = [v for v in module.values() if isinstance(v, list)]
-            for home in (module, *lists):
+            # Weak: a model that is dropped frees its memory at once.
+            own = weakref.proxy(module) if module is decoder else module
+            for home in (own, *lists):
                 homes += [home] * len(home)
-                keys += home if isinstance(home, dict) else range(len(home))
-                values += home.values() if isinstance(home, dict) else home
+                keys += range(len(home)) if isinstance(home, list) else home.keys()
+                values += home if isinstance(home, list) else home.values()
         whole = list({id(h): h for h in homes}.values())
         self._made_from = homes, keys, values, whole, list(map(len, whole))
 
@@ -180,6 +194,10 @@ class _Traced:
         if plain and steps.takes(inputs, cache):
             if (h := steps.run(inputs, cache)) is not None:
                 return h
+        elif plain and steps.starts(inputs, cache):
+            # Rows after the first run as they would one by one: the same bits.
+            first = self._untraced.__call__(self, inputs[:, :1], cache)
+            return mx.concatenate([first, self(inputs[:, 1:], cache)], axis=1)
         return self._untraced.__call__(self, inputs, cache, *args, **options)
 
     def __reduce_ex__(self, protocol):

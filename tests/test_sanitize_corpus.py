@@ -84,6 +84,21 @@ def test_qmv_as_planned(M, N):
     assert matmul.quantized_matvec(x, *q.args).shape == (M, N)
 
 
+def test_text_without_vector_loads_takes_any_address():
+    """It serves where 16-byte loads must be aligned; the other text has such loads."""
+    q = cases.random_weights(12, 192, "affine", 4, 64, "float16")
+    x = cases.activations(4, 193, "float16").flatten()[1:769].reshape(4, 192)
+    w = mx.concatenate([q.w.flatten(), q.w[0, :1]])[1:].reshape(q.w.shape)
+    before = matmul.narrow_loads(True)
+    try:
+        y = matmul.quantized_matvec(x, w, q.scales, q.biases)
+    finally:
+        matmul.narrow_loads(before)
+    assert y.shape == (4, 12)
+    with pytest.raises(SanitizerError, match="misaligned access to const uint4"):
+        matmul.quantized_matvec(x, w, q.scales, q.biases)
+
+
 @pytest.mark.parametrize("Ns", [(24, 8), (12, 4, 20)])
 def test_shared_launches(Ns):
     members = tuple(Matmul(2, N, 192, "float16") for N in Ns)

@@ -202,7 +202,6 @@ def run(args: argparse.Namespace) -> int:
     for ids in texts:
         common: dict[str, Any] = {
             "name": loaded.name,
-            "config": config,
             "prompt": ids,
             "tokens": args.tokens or (CPU_TOKENS if emulated else TOKENS),
             "repeats": args.repeats,
@@ -217,6 +216,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             job = Job(
                 **common,
+                config=config,
                 stock=not args.no_stock,
                 # The CPU executor computes while the graph is built: no host cost.
                 host_steps=0 if emulated else HOST_STEPS,

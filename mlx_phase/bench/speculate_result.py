@@ -22,7 +22,6 @@ class Job:
     """What to run. ``draft_tokens``: numbers of drafts, each 1..15; repeats >= 1."""
 
     name: str
-    config: dict[str, Any]
     prompt: Sequence[int]
     tokens: int
     repeats: int

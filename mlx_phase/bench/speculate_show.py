@@ -82,6 +82,8 @@ def _facts(result: Result, env: Environment, source: str) -> list[tuple[str, str
     facts = [("model from", source), ("a step", ", ".join(steps))]
     if result.job.draft != LOOKUP:
         facts.append(("a drafted token", f"{result.draft_cost * 1e3:.2f} ms"))
+    if left := len(result.report.left):
+        facts.append(("left stock", f"{left} layers, whose rows may not be exact"))
     for drafts, equal in result.equal.items():
         if equal != "yes":
             facts.append((f"{drafts} drafts", f"tokens {equal}"))
