@@ -1,6 +1,7 @@
 """Kernel sweeps against stock MLX, in one process and interleaved.
 
     python bench/kernels.py --suite decode --json bench/results/h200.jsonl
+    python bench/kernels.py --suite small_m --json bench/results/h200.jsonl
     python bench/kernels.py --suite attention --json bench/results/h200.jsonl
     python bench/kernels.py --suite host
     python bench/kernels.py --suite e2e --models llama-8b,llama-1b --tokens 128
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from mlx_phase.bench import (
     gpu_time,
     kernel_suite,
     record,
+    small_m_suite,
     table,
 )
 from mlx_phase.bench.device import EMULATION, Environment, environment
@@ -39,14 +42,12 @@ from mlx_phase.executor import ExecutorError
 from mlx_phase.model_error import ModelError
 from mlx_phase.models import load
 from mlx_phase.plan import supports
-from mlx_phase.problem import AFFINE_BITS, FP_MODES, Matmul
+from mlx_phase.problem import FP_MODES, Matmul
 
 Row = dict[str, Any]
-MAIN = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "4096x128256")
-WIDE = ("4096x4096", "8192x28672")
-FORMATS = tuple((bits, 64, "affine") for bits in AFFINE_BITS if bits != 4)
 HOST = Matmul(1, 512, 512)
-SUITES = ("decode", "attention", "host", "e2e")
+ALL_ROWS = ",".join(map(str, small_m_suite.ROWS))
+SUITES = ("decode", "small_m", "attention", "host", "e2e")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,42 +88,17 @@ def numbers(text: str, option: str) -> list[int]:
     return values
 
 
-def shape(text: str) -> tuple[int, int]:
-    """``4096x14336`` as (K, N)."""
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise BenchError(f"--shapes takes KxN such as 4096x14336; got {text!r}")
-    return int(parts[0]), int(parts[1])
+def chosen_cases(args: argparse.Namespace, suite: Any, all_rows: str) -> list[Matmul]:
+    """The default cases, or the product of the given options. BenchError if empty.
 
-
-def default_cases(quick: bool) -> Iterator[Matmul]:
-    """The cases of the decode suite, most important first."""
-
-    def case(text: str, dtype: str, m: int = 1, form=(4, 64, "affine")) -> Matmul:
-        k, n = shape(text)
-        bits, group, mode = form
-        return Matmul(m, n, k, dtype, bits, group, mode)
-
-    for text in MAIN:
-        yield case(text, "float16")
-        yield case(text, "bfloat16")
-    if quick:
-        return
-    for m in (2, 4, 8, 16):
-        yield from (case(text, "bfloat16", m) for text in MAIN)
-    forms = [*FORMATS, *((b, g, mode) for mode, (b, g) in FP_MODES.items())]
-    for form in [*forms, (4, 32, "affine"), (4, 128, "affine"), (16, 0, "none")]:
-        yield from (case(text, "bfloat16", 1, form) for text in WIDE)
-    yield from (case(text, "float32") for text in WIDE)
-
-
-def chosen_cases(args: argparse.Namespace) -> list[Matmul]:
-    """The default cases, or the product of the given options. BenchError if empty."""
+    all_rows: values of M where --rows is not given.
+    """
     options = (args.shapes, args.rows, args.bits, args.modes, args.dtypes, args.group)
     if not any(options):
-        return list(default_cases(args.quick))
-    shapes = [shape(text) for text in (args.shapes or ",".join(MAIN)).split(",")]
-    rows = numbers(args.rows or "1", "--rows")
+        return list(suite.default_cases(args.quick))
+    names = args.shapes or ",".join(kernel_suite.MAIN)
+    shapes = [kernel_suite.shape_of(text) for text in names.split(",")]
+    rows = numbers(args.rows or all_rows, "--rows")
     dtypes = (args.dtypes or "float16,bfloat16").split(",")
     cases = []
     for mode in (args.modes or "affine").split(","):
@@ -161,18 +137,25 @@ def effort(args: argparse.Namespace) -> Effort:
     return Effort(repeats, args.launches, (chain[0], chain[1]))
 
 
-def decode_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
-    """Rows of the decode suite; cases beyond the time budget are named, not run."""
+def matmul_rows(
+    name: str,
+    suite: Any,
+    all_rows: str,
+    args: argparse.Namespace,
+    env: Environment,
+    err: Console,
+) -> list[Row]:
+    """Rows of a suite of products; cases beyond the time budget are named, not run."""
     if env.executor == "cpu" and not args.shapes:
         raise BenchError("the default shapes take hours in emulation: give small "
                          "ones, such as --shapes 512x512")  # fmt: skip
-    return sweep("decode", kernel_suite, chosen_cases(args), args, env, err)
+    return sweep(name, suite, chosen_cases(args, suite, all_rows), args, env, err)
 
 
 def attention_rows(
     args: argparse.Namespace, env: Environment, err: Console
 ) -> list[Row]:
-    """Rows of the attention suite, as `decode_rows`."""
+    """Rows of the attention suite, as `matmul_rows`."""
     if env.executor == "cpu" and not args.k_lens:
         raise BenchError("the default lengths take hours in emulation: give short "
                          "ones, such as --k-lens 256")  # fmt: skip
@@ -203,7 +186,8 @@ def sweep(
             break
         done += 1
         try:
-            rows.append(suite.measure_case(case, env, plan_of, gpu_events=events))
+            found = suite.measure_case(case, env, plan_of, gpu_events=events)
+            rows += found if isinstance(found, list) else [found]
         except NoiseError as noise:
             err.print(f"no row: {noise}; try a longer --chain")
         except RuntimeError as error:
@@ -254,7 +238,8 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[R
 
 
 RUN: dict[str, Callable[..., list[Row]]] = {
-    "decode": decode_rows,
+    "decode": partial(matmul_rows, "decode", kernel_suite, "1"),
+    "small_m": partial(matmul_rows, "small_m", small_m_suite, ALL_ROWS),
     "attention": attention_rows,
     "host": host_rows,
     "e2e": e2e_rows,
@@ -263,7 +248,8 @@ RUN: dict[str, Callable[..., list[Row]]] = {
 
 def show(rows: list[Row]) -> None:
     """Print per-kernel rows of one suite."""
-    suite = attention_suite if rows[0]["suite"] == "attention" else kernel_suite
+    own = {"attention": attention_suite, "small_m": small_m_suite}
+    suite = own.get(rows[0]["suite"], kernel_suite)
     Console(width=None if sys.stdout.isatty() else 200).print(suite.table(rows))
     for note in sorted({r["note"] for r in rows if r["note"]}):
         print(note)

@@ -28,7 +28,7 @@ from .doctor_attention import rows as attention_rows
 from .doctor_fused import FusedRow
 from .doctor_fused import examine as examine_fused
 from .doctor_fused import rows as fused_rows
-from .doctor_kernels import Examined, Row, examine, rows
+from .doctor_kernels import Examined, Row, examine, matrix_rows, rows
 from .doctor_machine import facts
 from .executor import ExecutorError
 from .launch.matmul import narrow_loads
@@ -115,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def everything(quick: bool) -> list[Row | Sdpa | FusedRow]:
     """What is examined: kernels of matmuls, of attention, of fused blocks."""
-    return [*rows(quick), *attention_rows(quick), *fused_rows(quick)]
+    own = [*rows(quick), *matrix_rows(quick)]
+    return [*own, *fused_rows(quick), *attention_rows(quick)]
 
 
 def diagnose(

@@ -75,8 +75,6 @@ def rows(quick: bool) -> list[Row]:
         for case, m in product(typed, ROWS):
             found.append(_row(case, m, (next(shapes),)))
     form = (4, 64, "affine")
-    two = [(*form, "bfloat16"), (*modes[0], "float16")]
-    found += _matrix(two if quick else typed)
     for Ns, dtype in zip(SHARED, ("bfloat16", "float16"), strict=True):
         found.append(_row((*form, dtype), 4, [(N, 4096) for N in Ns]))
     split = _row((*form, "bfloat16"), 2, (SHAPES[-1],))
@@ -85,10 +83,15 @@ def rows(quick: bool) -> list[Row]:
     return [*found, Row(split.one, split.many, *plans)]
 
 
-def _matrix(typed: list[tuple[int, int, str, str]]) -> list[Row]:
-    """Of the formats and dtypes, those that this chip may take to matrix units."""
+def matrix_rows(quick: bool) -> list[Row]:
+    """Formats and dtypes that this chip takes to matrix units; ``quick``: two."""
+    modes = [(*FP_MODES[mode], mode) for mode in FP_MODES]
+    forms = [(b, g, "affine") for b in AFFINE_BITS for g in AFFINE_GROUPS] + modes
+    todo = product(forms, DTYPES)
+    if quick:
+        todo = (((4, 64, "affine"), "bfloat16"), (modes[0], "float16"))
     found, chip = [], device_chip()
-    for bits, group, mode, dtype in typed:
+    for (bits, group, mode), dtype in todo:
         few, many = (
             Matmul(m, *SHAPES[0], dtype, bits, group, mode) for m in MATRIX_ROWS
         )

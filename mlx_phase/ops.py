@@ -51,8 +51,9 @@ def use_plans(decide: Decide | None, token: object = None) -> bool:
     """Ask `decide` before the table for each plan (None: the table alone).
 
     It is called with the problems and whether rows have to be exact, and gives a Plan,
-    a sentence why stock serves, or None where the table decides. Equal tokens are equal plans. True if the plans changed: routes and their counts
-    start anew, and drop-in layers have to forget theirs.
+    a sentence why stock serves, or None where the table decides. Equal tokens are equal
+    plans. True if the plans changed: routes and their counts start anew, and drop-in
+    layers have to forget theirs.
     """
     if [token] * (decide is not None) == [t for _, t in _stored]:
         return False

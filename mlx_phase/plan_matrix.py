@@ -15,8 +15,9 @@ from .problem import Matmul
 STEP = 128  # weights of a row that a simdgroup takes at once
 
 # Chip family -> rows of x from which matrix units are taken. First match wins, the last
-# row is any other chip. 6 is where the exact kernels issue as many instructions per
-# weight (metal/README.md); unmeasured on every family.
+# row is any other chip. Where matrices run on the FMA pipes (Apple7-9) they win by
+# reuse alone, from about 6 rows on: predicted. Unmeasured on every family; on Hopper,
+# by instructions per weight (metal/README.md), it may be from 2 on.
 _FROM = (("Hopper", 6), ("", 6))
 
 # Chip family -> (rows of W of a simdgroup, simdgroups a core should have in flight).

@@ -184,11 +184,11 @@ def test_host_rows_split_build_and_evaluate(device):
     assert (row["suite"], row["us_source"]) == ("host", "host clock")
 
 
-def test_default_cases_are_supported_and_start_with_the_main_ones(sweeps):
-    cases = list(sweeps.default_cases(quick=False))
+def test_default_cases_are_supported_and_start_with_the_main_ones():
+    cases = list(kernel_suite.default_cases(quick=False))
     assert all(supports(case) is None for case in cases)
     assert len(set(cases)) == len(cases)
-    assert cases[:10] == list(sweeps.default_cases(quick=True))
+    assert cases[:10] == list(kernel_suite.default_cases(quick=True))
     assert {(c.K, c.N) for c in cases[:10]} >= {(8192, 28672), (4096, 128256)}
     assert {c.x_dtype for c in cases[:10]} == {"float16", "bfloat16"}
     assert {(c.bits, c.mode) for c in cases} >= {(2, "affine"), (4, "nvfp4")}
@@ -202,7 +202,7 @@ def run(sweeps, capsys, text):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--suite fast", "unknown suite 'fast': use decode, attention, host"),
+        ("--suite fast", "unknown suite 'fast': use decode, small_m, attention, host"),
         ("--suite decode --shapes 4096", "KxN such as 4096x14336"),
         ("--suite decode --shapes 64x64 --rows 0", "--rows takes numbers"),
         ("--suite decode --shapes 64x64 --rows 17", "M = 17"),

@@ -57,9 +57,13 @@ def test_a_disturbed_try_does_not_count():
     assert got == pytest.approx(0.02e-3)
 
 
+def pair(a, b, repeats, **options):
+    return measure.pair_of(measure.interleave({"A": a, "B": b}, repeats, **options))
+
+
 def test_times_that_are_not_above_zero_are_noise():
     with pytest.raises(measure.NoiseError, match="too noisy"):
-        measure.interleave(lambda: 1.0, lambda: -0.1, 3)
+        pair(lambda: 1.0, lambda: -0.1, 3)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 5), (7, 3)])
@@ -93,9 +97,9 @@ def test_b1_warm_up_is_excluded():
 
         return run
 
-    pair = measure.interleave(trial("a", 1.0), trial("b", 2.0), 4)
-    assert (pair.a.high, pair.b.high) == (1.0, 2.0)
-    assert pair.ratio == pytest.approx(2.0)
+    found = pair(trial("a", 1.0), trial("b", 2.0), 4)
+    assert (found.a.high, found.b.high) == (1.0, 2.0)
+    assert found.ratio == pytest.approx(2.0)
     assert calls == {"a": 5, "b": 5}
 
 
@@ -113,15 +117,15 @@ def heating(growth=1.05):
 @pytest.mark.parametrize("repeats", [3, 4, 5, 6, 8, 9])
 def test_b2_equal_sides_on_a_heating_chip_give_ratio_one(repeats):
     trial = heating()
-    pair = measure.interleave(trial, trial, repeats)
-    assert pair.ratio == pytest.approx(1.0, abs=0.03)
+    found = pair(trial, trial, repeats)
+    assert found.ratio == pytest.approx(1.0, abs=0.03)
 
 
 @pytest.mark.parametrize("repeats", [4, 6, 8])
 def test_b2_interleaved_medians_agree(repeats):
     trial = heating()
-    pair = measure.interleave(trial, trial, repeats)
-    assert pair.b.median / pair.a.median == pytest.approx(1.0, abs=0.03)
+    found = pair(trial, trial, repeats)
+    assert found.b.median / found.a.median == pytest.approx(1.0, abs=0.03)
 
 
 def test_b2_runs_one_after_the_other_would_not():
@@ -133,13 +137,13 @@ def test_b2_runs_one_after_the_other_would_not():
 
 def test_b2_a_real_difference_survives_the_heat():
     trial = heating()
-    pair = measure.interleave(trial, lambda: 1.5 * trial(), 5)
-    assert pair.ratio == pytest.approx(1.5, rel=0.03)
+    found = pair(trial, lambda: 1.5 * trial(), 5)
+    assert found.ratio == pytest.approx(1.5, rel=0.03)
 
 
 def test_order_is_abba_and_rests_come_before_each_trial():
     log = []
-    pair = measure.interleave(
+    found = pair(
         lambda: log.append("A") or 1.0,
         lambda: log.append("B") or 1.0,
         4,
@@ -147,14 +151,26 @@ def test_order_is_abba_and_rests_come_before_each_trial():
         delay=2.5,
         sleep=lambda s: log.append(s),
     )
-    assert pair.order == "ABBAABBA"
+    assert found.order == "ABBAABBA"
     assert log == [step for side in "ABBAABBA" for step in (2.5, side)]
 
 
+def test_three_sides_are_compared_with_b_free_of_drift():
+    trial = heating()
+    trials = {"A": trial, "B": lambda: 2 * trial(), "C": lambda: 4 * trial()}
+    samples = measure.interleave(trials, 6)
+    assert measure.pair_of(samples).ratio == pytest.approx(2.0, rel=0.03)
+    found = measure.pair_of(samples, "C")
+    assert found.ratio == pytest.approx(0.5, rel=0.03)
+    assert found.order == "ABCCBA" * 3
+    alone = measure.pair_of({"A": [1.0, 2.0]})
+    assert (alone.b, alone.ratio, alone.order) == (None, None, "AA")
+
+
 def test_one_repeat_gives_its_plain_ratio():
-    assert measure.interleave(lambda: 2.0, lambda: 3.0, 1).ratio == pytest.approx(1.5)
+    assert pair(lambda: 2.0, lambda: 3.0, 1).ratio == pytest.approx(1.5)
     with pytest.raises(ValueError, match="at least 1"):
-        measure.interleave(lambda: 2.0, lambda: 3.0, 0)
+        pair(lambda: 2.0, lambda: 3.0, 0)
 
 
 @pytest.mark.parametrize("repeats, verdict", [(1, False), (2, False), (3, True)])

@@ -7,6 +7,7 @@ import pytest
 from mlx_phase import source
 from mlx_phase.chip import CHIPS, lookup
 from mlx_phase.plan import MAX_M, Plan, plan, plan_shared, split_k
+from mlx_phase.plan_matrix import plan_matrix, supports_matrix
 from mlx_phase.problem import FP_MODES, Matmul
 
 ROWS = range(1, MAX_M + 1)
@@ -23,16 +24,42 @@ def check_limits(p: Plan, M: int) -> None:
     assert p.simdgroups % p.k_simdgroups == 0, p
     # About 24 accumulators a lane, or they spill.
     assert p.rows * M <= 24, p
-    floats = p.simdgroups * p.rows * M if p.k_simdgroups > 1 else 1
+    # The sums of squares of a fused norm beside the accumulators.
+    floats = p.simdgroups * (p.rows * M + M) if p.k_simdgroups > 1 else 1
     assert 4 * floats <= 32 * 1024, p
 
 
-@pytest.mark.parametrize("kernel", source.KERNELS)
-def test_threadgroup_memory_is_what_the_limit_above_counts(kernel):
+MEMORY = {
+    "qmv_reduce": [],
+    "qk_norm": ["float row[D]"],
+    "qmv_add": ["float part[KS>1?SG*A:1]"],  # A: R * M, with a norm R * M + M
+    "qmv_glu": ["float part[KS>1?SG*A:1]"],
+    "qmv_qkv": ["float part[KS>1?SG*(NORM?R*M+M:R*M):1]"],
+    "qmv_qkv_bias": ["float part[KS>1?SG*(NORM?R*M+M:R*M):1]"],
+    "qmm_small": ["float part[KS*R*((M+7)/8)*128]"],
+    "qmm_small_fp": ["float part[KS*R*((M+7)/8)*128]"],
+}
+
+
+@pytest.mark.parametrize("kernel", [k for k in source.KERNELS if "sdpa" not in k])
+def test_threadgroup_memory_is_what_the_limits_count(kernel):
     text = source.load(kernel)
     declared = re.findall(r"\bthreadgroup (\w+ \w+\[.*?);", text.header + text.body)
-    part = [] if kernel == "qmv_reduce" else ["float part[KS>1?SG*R*M:1]"]
-    assert declared == part
+    assert declared == MEMORY.get(kernel, ["float part[KS>1?SG*R*M:1]"])
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda c: f"{c.key}-{c.bandwidth_gbs}")
+def test_matrix_plans_fit_the_chip(chip):
+    for N in NS:
+        for K in KS:
+            for M in (8, 16):
+                problem = Matmul(M, N, K)
+                if supports_matrix(problem) is not None:
+                    continue
+                p = plan_matrix(problem, chip)
+                assert p.simdgroups == p.k_simdgroups and 32 * p.simdgroups <= 256
+                floats = p.k_simdgroups * (p.rows // 16) * ((M + 7) // 8) * 128
+                assert p.rows % 16 == 0 and 4 * floats <= 32 * 1024, p
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda c: f"{c.key}-{c.bandwidth_gbs}")

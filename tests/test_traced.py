@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import pickle
 import weakref
 
@@ -18,8 +17,6 @@ import mlx_phase
 from mlx_phase import ops, step_patch
 from mlx_phase.block import fused
 from mlx_phase.traced import find_decoder, traced
-
-traced_module = importlib.import_module("mlx_phase.traced")
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 192}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
@@ -228,7 +225,7 @@ def test_copies_and_pickles_are_stock_and_nothing_is_kept_alive():
         gc.enable()
 
 
-def test_a_block_that_computes_something_else_is_left_and_named(monkeypatch):
+def test_a_block_that_computes_something_else_is_left_and_named():
     m = model()
 
     class Doubled(llama.TransformerBlock):
@@ -263,40 +260,3 @@ def test_decoder_is_found():
     assert find_decoder(m) is m.model
     assert find_decoder(nn.Sequential(nn.Linear(4, 4))) is None
     assert "no module" in step_patch.install(nn.Linear(4, 4), True).reason
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """Steps are compiled, as on a GPU; stock stands in for the kernels."""
-    monkeypatch.setattr(traced_module, "executor_name", lambda: "apple")
-    ops_of_attention = importlib.import_module("mlx_phase.attention_ops")
-    monkeypatch.setattr(ops_of_attention, "attend", lambda *a, **k: None)
-
-
-def test_a_model_that_counts_in_python_is_not_traced(compiled):
-    m = model()
-
-    class Counting(llama.TransformerBlock):
-        def __call__(self, x, mask=None, cache=None):
-            steps = len(range(cache.offset)) + 1
-            return super().__call__(x * steps / steps, mask, cache)
-
-    m.layers[0].__class__ = Counting
-    want = run(m, 5, [1, 2])
-    traced_module.trace_steps(m.model)
-    np.testing.assert_allclose(run(m, 5, [1, 2]), want, atol=1e-5)
-    assert m.model._steps.reason
-
-
-def test_compiled_trace_gives_the_same(compiled, monkeypatch):
-    m = model()
-    want = run(m, 250, [1, 1, 3, 3, 1])
-    traced_module.trace_steps(m.model)
-    calls, stock = [], llama.LlamaModel.__call__
-    monkeypatch.setattr(
-        llama.LlamaModel, "__call__", lambda *a: calls.append(1) or stock(*a)
-    )
-    np.testing.assert_allclose(run(m, 250, [1, 1, 3, 3, 1]), want, atol=1e-5)
-    # The prompt, and a trace for each of: 1 row, 3 rows, and both after growth.
-    assert len(calls) == 1 + 4
-    assert m.model._steps.reason is None

@@ -9,8 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops import Bound, kernel_route
+from ..launch.decode import prepare
+from ..ops import Bound, kernel_route, variant
+from ..plan import Plan
 from ..problem import Matmul
+from ..routes import Route
 
 Op = Callable[..., mx.array]
 Buffers = tuple[mx.array, ...]
@@ -55,6 +58,16 @@ def ours(problem: Matmul) -> Op:
     route = kernel_route(problem)
     if route.launch is None:
         raise RuntimeError(route.reason)
+    return _bound(route)
+
+
+def planned(problem: Matmul, chosen: Plan) -> Op:
+    """The kernel that ``chosen`` names as ``op(x, *weights)``, bound as in a layer."""
+    make = partial(prepare, problem, chosen)
+    return _bound(Route(variant(problem, chosen), make))
+
+
+def _bound(route: Route) -> Op:
     bound: dict[int, Bound] = {}
 
     def op(x: mx.array, *buffers: mx.array) -> mx.array:

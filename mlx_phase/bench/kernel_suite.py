@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,47 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..launch.matmul import device_chip
-from ..plan import plan, supports
-from ..problem import DTYPE_BYTES, Matmul
+from ..plan import Plan, plan, supports
+from ..problem import AFFINE_BITS, DTYPE_BYTES, FP_MODES, Matmul
 from ..roofline import matmul_bytes, weight_bytes
 from . import BenchError, gpu_time, record
 from .device import Environment
 from .kernel_data import TOLERANCE, error_of, link, ours, stock, weights
 from .kernel_timer import MAX_COPIES, Effort, Timer, time_columns
 from .measure import Clock, NoiseError, copies, drift_free_ratio, stats, verdict
+
+MAIN = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "4096x128256")
+WIDE = ("4096x4096", "8192x28672")
+FORMATS = tuple((bits, 64, "affine") for bits in AFFINE_BITS if bits != 4)
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """``4096x14336`` as (K, N)."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise BenchError(f"--shapes takes KxN such as 4096x14336; got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def default_cases(quick: bool) -> Iterator[Matmul]:
+    """The cases of the decode suite, most important first."""
+
+    def case(text: str, dtype: str, m: int = 1, form=(4, 64, "affine")) -> Matmul:
+        k, n = shape_of(text)
+        bits, group, mode = form
+        return Matmul(m, n, k, dtype, bits, group, mode)
+
+    for text in MAIN:
+        yield case(text, "float16")
+        yield case(text, "bfloat16")
+    if quick:
+        return
+    for m in (2, 4, 8, 16):
+        yield from (case(text, "bfloat16", m) for text in MAIN)
+    forms = [*FORMATS, *((b, g, mode) for mode, (b, g) in FP_MODES.items())]
+    for form in [*forms, (4, 32, "affine"), (4, 128, "affine"), (16, 0, "none")]:
+        yield from (case(text, "bfloat16", 1, form) for text in WIDE)
+    yield from (case(text, "float32") for text in WIDE)
 
 
 def measure_case(
@@ -47,8 +81,9 @@ def measure_case(
         raise NoiseError(f"{describe(problem)}: {noise}") from noise
     if env.executor == "cpu":
         columns["note"] = "emulation on a CPU: says nothing about any GPU"
-    verdict_ = verdict(effort.repeats, failures + more)
-    return _row("decode", problem, env, effort, comparable=verdict_, **columns)
+    chosen = plan(problem, device_chip())
+    columns["comparable"] = verdict(effort.repeats, failures + more)
+    return matmul_row("decode", problem, chosen, env, effort, **columns)
 
 
 def host_case(
@@ -75,9 +110,10 @@ def host_case(
             f"{prefix}build_us": stats(build).median * 1e6,
             f"{prefix}eval_us": stats(evaluate).median * 1e6,
         }
-    return _row(
+    return matmul_row(
         "host",
         problem,
+        plan(problem, device_chip()),
         env,
         effort,
         us_source="host clock",
@@ -102,11 +138,16 @@ def make_timer(problem: Matmul, cache_bytes: float) -> Timer:
     )
 
 
-def _row(
-    suite: str, problem: Matmul, env: Environment, effort: Effort, **values: Any
+def matmul_row(
+    suite: str,
+    problem: Matmul,
+    chosen: Plan,
+    env: Environment,
+    effort: Effort,
+    **values: Any,
 ) -> dict[str, Any]:
+    """A row of a suite of products: the problem, its plan and the measured values."""
     plain = problem.mode == "none"
-    chosen = plan(problem, device_chip())
     return record.row(
         suite=suite,
         kernel=chosen.kernel,

@@ -16,9 +16,10 @@ from .measure import (
     Clock,
     NoiseError,
     Pair,
+    Samples,
     abba,
-    drift_free_ratio,
     interleave,
+    pair_of,
     per_op,
     rotate,
     stats,
@@ -42,7 +43,7 @@ class Effort:
 
 
 class Timer:
-    """Times ``ops`` (A: ours, B: stock where it can) as ``op(x, *buffers) -> y``.
+    """Times ``ops`` (B: stock where it can, others ours) as ``op(x, *buffers) -> y``.
 
     ``link`` makes the x of the next operation of a chain from y.
     """
@@ -68,22 +69,20 @@ class Timer:
         return y
 
     def wall(self, effort: Effort, clock: Clock) -> Pair:
+        """Seconds per launch of A and B, as :meth:`wall_samples`."""
+        return pair_of(self.wall_samples(effort, clock))
+
+    def wall_samples(self, effort: Effort, clock: Clock) -> Samples:
         """Seconds per launch in a graph, chain-length difference, interleaved."""
 
         def trial(side: str) -> float:
             chain = partial(self.chain, side)
             return per_op(chain, effort.chain, evaluate=mx.eval, clock=clock)
 
-        a, b = partial(trial, "A"), partial(trial, "B")
-        if "B" in self.ops:
-            return interleave(a, b, effort.repeats)
-        a()
-        samples = [a() for _ in range(effort.repeats)]
-        if min(samples) <= 0:
-            raise NoiseError("a measured time is not above 0: the machine is too noisy")
-        return Pair(stats(samples), None, None, "A" * effort.repeats)
+        trials = {side: partial(trial, side) for side in self.ops}
+        return interleave(trials, effort.repeats)
 
-    def gpu(self, effort: Effort, events: gpu_time.Recorder) -> Pair:
+    def gpu_samples(self, effort: Effort, events: gpu_time.Recorder) -> Samples:
         """GPU seconds per launch from the profiler, interleaved in blocks."""
 
         def launch(program: str) -> None:
@@ -96,20 +95,16 @@ class Timer:
             launch(side)
             run = partial(launch, side * effort.launches)
             kernels[side] = gpu_time.learn(run, effort.launches, events)
-        order = abba(effort.repeats) if "B" in self.ops else "A" * effort.repeats
+        order = abba(effort.repeats, "".join(sorted(self.ops)))
         program = "".join(side * effort.launches for side in order)
         times = gpu_time.split(events(partial(launch, program)), program, kernels)
-        blocks = {
+        return {
             side: [
                 stats(us[at : at + effort.launches]).median * 1e-6
                 for at in range(0, len(us), effort.launches)
             ]
             for side, us in times.items()
         }
-        a = stats(blocks["A"])
-        if "B" not in blocks:
-            return Pair(a, None, None, order)
-        return Pair(a, stats(blocks["B"]), drift_free_ratio(**blocks), order)
 
     def host(
         self, effort: Effort, clock: Clock
@@ -133,6 +128,28 @@ class Timer:
         return {side: pairs[1:] for side, pairs in samples.items()}  # without warm-up
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds per launch by side, on the GPU (None: unknown) and of the wall clock."""
+
+    gpu: Samples | None
+    wall: Samples
+    note: str | None
+
+
+def take_times(
+    timer: Timer, effort: Effort, events: gpu_time.Recorder | None, clock: Clock
+) -> Times:
+    """Time all sides of ``timer``; ``events`` None: there are no GPU times here."""
+    gpu, note = None, None
+    if events is not None:
+        try:
+            gpu = timer.gpu_samples(effort, events)
+        except gpu_time.ProfileError as missing:
+            note = f"no GPU times: {missing}"
+    return Times(gpu, timer.wall_samples(effort, clock), note)
+
+
 def time_columns(
     timer: Timer,
     moved: int,
@@ -146,14 +163,19 @@ def time_columns(
     ``events`` None: there are no GPU times here, ``us`` is the wall time; NoiseError
     where that can't be told from the noise.
     """
-    pair, walls, source, note = None, {}, "gpu profiler", None
-    if events is not None:
-        try:
-            pair = timer.gpu(effort, events)
-        except gpu_time.ProfileError as missing:
-            note = f"no GPU times: {missing}"
+    times = take_times(timer, effort, events, clock)
+    return side_columns(times, "A", moved, chip)
+
+
+def side_columns(
+    times: Times, side: str, moved: int, chip: Chip
+) -> tuple[dict[str, Any], list[str]]:
+    """The time columns of one side, as :func:`time_columns`."""
+    pair, walls, source, note = None, {}, "gpu profiler", times.note
+    if times.gpu is not None:
+        pair = pair_of(times.gpu, side)
     try:
-        wall = timer.wall(effort, clock)
+        wall = pair_of(times.wall, side)
         walls = {"wall_us": _us(wall.a), "stock_wall_us": _us(wall.b)}
         if pair is None:
             pair, source = wall, "wall"

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 Clock = Callable[[], float]
 Trial = Callable[[], float]
+# Seconds of each trial by the letter of its side.
+Samples = dict[str, list[float]]
 T = TypeVar("T")
 
 MIN_REPEATS = 3
@@ -89,40 +91,45 @@ class Pair:
     order: str
 
 
-def abba(repeats: int) -> str:
+def abba(repeats: int, sides: str = "AB") -> str:
     """Order of the trials, ``repeats`` of each: ABBAABBA..., so drift cancels."""
-    return "".join("AB" if i % 2 == 0 else "BA" for i in range(repeats))
+    return "".join(sides[:: 1 if i % 2 == 0 else -1] for i in range(repeats))
 
 
 def interleave(
-    a: Trial,
-    b: Trial,
+    trials: Mapping[str, Trial],
     repeats: int,
     *,
     warmup: int = 1,
     delay: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
-) -> Pair:
-    """Time two trials in ABBA order; each call returns its own seconds.
+) -> Samples:
+    """Time trials by name in ABBA order; each call returns its own seconds.
 
     ``warmup`` calls of each come first and are dropped; ``delay`` seconds of rest come
-    before every trial.
+    before every trial. Names are single letters.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    trials = {"A": a, "B": b}
-    for _ in range(warmup):
-        a()
-        b()
-    samples: dict[str, list[float]] = {"A": [], "B": []}
-    order = abba(repeats)
-    for name in order:
+    sides = "".join(sorted(trials))
+    for name in sides * warmup:
+        trials[name]()
+    samples: Samples = {name: [] for name in sides}
+    for name in abba(repeats, sides):
         if delay:
             sleep(delay)
         samples[name].append(trials[name]())
-    return Pair(
-        stats(samples["A"]), stats(samples["B"]), drift_free_ratio(**samples), order
-    )
+    return samples
+
+
+def pair_of(samples: Samples, side: str = "A") -> Pair:
+    """A side against side B, if that is there. NoiseError for times not above 0."""
+    own, other = samples[side], samples.get("B")
+    order = abba(len(own), "".join(sorted(samples)))
+    ratio = drift_free_ratio(own, own if other is None else other)
+    if other is None:
+        return Pair(stats(own), None, None, order)
+    return Pair(stats(own), stats(other), ratio, order)
 
 
 def drift_free_ratio(A: Sequence[float], B: Sequence[float]) -> float:  # noqa: N803

@@ -1,0 +1,47 @@
+"""Traced steps as a GPU runs them: compiled, with stock in place of the kernels."""
+
+import importlib
+
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+from test_traced import model, run
+
+traced_module = importlib.import_module("mlx_phase.traced")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Steps are compiled, as on a GPU; stock stands in for the kernels."""
+    monkeypatch.setattr(traced_module, "executor_name", lambda: "apple")
+    ops_of_attention = importlib.import_module("mlx_phase.attention_ops")
+    monkeypatch.setattr(ops_of_attention, "attend", lambda *a, **k: None)
+
+
+def test_a_model_that_counts_in_python_is_not_traced(compiled):
+    m = model()
+
+    class Counting(llama.TransformerBlock):
+        def __call__(self, x, mask=None, cache=None):
+            steps = len(range(cache.offset)) + 1
+            return super().__call__(x * steps / steps, mask, cache)
+
+    m.layers[0].__class__ = Counting
+    want = run(m, 5, [1, 2])
+    traced_module.trace_steps(m.model)
+    np.testing.assert_allclose(run(m, 5, [1, 2]), want, atol=1e-5)
+    assert m.model._steps.reason
+
+
+def test_compiled_trace_gives_the_same(compiled, monkeypatch):
+    m = model()
+    want = run(m, 250, [1, 1, 3, 3, 1])
+    traced_module.trace_steps(m.model)
+    calls, stock = [], llama.LlamaModel.__call__
+    monkeypatch.setattr(
+        llama.LlamaModel, "__call__", lambda *a: calls.append(1) or stock(*a)
+    )
+    np.testing.assert_allclose(run(m, 250, [1, 1, 3, 3, 1]), want, atol=1e-5)
+    # The prompt, and a trace for each of: 1 row, 3 rows, and both after growth.
+    assert len(calls) == 1 + 4
+    assert m.model._steps.reason is None
