@@ -4,15 +4,27 @@
 
 // A lane holds row TILE_ROW of an 8 x 8 tile, columns 2 * TILE_COL and the next one. Apple does not
 // document its map; MLX relies on this one on every generation, and so does the CPU executor.
-// TILE_BIT: lanes of one column differ in the bits TILE_BIT, 2 * TILE_BIT and 16.
+// TILE_BIT: lanes of one column differ in the bits TILE_BIT, 2 * TILE_BIT and 16; those of one row in
+// the bits 1 and TILE_SIDE. TILE_LANE: the first lane of a row.
 #ifdef MSL_TENSOR_CORES
 #define TILE_ROW(lane) ((lane) / 4)
 #define TILE_COL(lane) ((lane) % 4)
 #define TILE_BIT 4
+#define TILE_SIDE 2
+#define TILE_LANE(row) ((row) * 4)
 #else
 #define TILE_ROW(lane) (((lane) / 4 & 4) + (lane) / 2 % 4)
 #define TILE_COL(lane) (((lane) / 4 & 2) + (lane) % 2)
 #define TILE_BIT 2
+#define TILE_SIDE 8
+#define TILE_LANE(row) (((row) & 4) * 4 + (row) % 4 * 2)
+#endif
+
+// 2^x, where tiny results may be 0.
+#ifdef MSL_TENSOR_CORES
+#define EXP2 msl_exp2
+#else
+#define EXP2 fast::exp2
 #endif
 
 // Over the rows of a tile, for each column.

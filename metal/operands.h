@@ -51,42 +51,18 @@ METAL_FUNC void along(
     UNROLL for (int i = 0; i < E / 2; i++)
       a[i] = msl_mma<T>::codes4(w[j] >> 4 * i, one, pair_of<T>(sb.x, sb.x), pair_of<T>(sb.y, sb.y));
 #endif
-  } else if (BITS < 16) {
+  } else {
     float v[8];
-    decode<T, (BITS < 16 ? BITS : 8)>(w, j, sb, one, v);
+    decode<T, BITS>(w, j, sb, one, v);
     UNROLL for (int i = 0; i < E / 2; i++) a[i] = pair_of<T>(v[element<BITS>(i)], v[element<BITS>(i) + partner<BITS>()]);
-  } else {
-    UNROLL for (int i = 0; i < E / 2; i++) a[i] = pair_at<T>(w, j * E / 2 + i);
   }
 }
-// Unit j of the runs v and w of two keys: each element with its twin.
-template <typename T, int BITS, int E>
-METAL_FUNC void across(
-    const thread uint* v, const thread uint* w, const int j, const float2 sv, const float2 sw,
-    const uint one, thread PAIR(T)* a) {
-  if (CODES4(BITS, T)) {
-#ifdef MSL_TENSOR_CORES
-    UNROLL for (int i = 0; i < E; i++) {
-      const uint u = i < 4 ? msl_low_halves(v[j], w[j]) : msl_high_halves(v[j], w[j]);
-      a[i] = msl_mma<T>::codes4(u >> 4 * (i % 4), one, pair_of<T>(sv.x, sw.x), pair_of<T>(sv.y, sw.y));
-    }
-#endif
-  } else if (BITS < 16) {
-    float x[8], y[8];
-    decode<T, (BITS < 16 ? BITS : 8)>(v, j, sv, one, x);
-    decode<T, (BITS < 16 ? BITS : 8)>(w, j, sw, one, y);
-    UNROLL for (int i = 0; i < E; i++) a[i] = pair_of<T>(x[i], y[i]);
-  } else {
-    UNROLL for (int i = 0; i < E; i++) a[i] = pair_across<T>(v, w, j * E + i);
-  }
-}
-
 // A run of 8 columns as the other operand: b[RUN / 2] pairs that meet those of `along`. own: the run
 // of this lane in column TILE_ROW. x and y: that of lane TILE_ROW / 2 in the two columns of a tile
 // that this lane holds. Tensor cores want the one, others have the other.
-template <typename T, int BITS, int RUN, bool WIDE>
+template <typename T, int BITS, int RUN, bool WIDE, typename Data>
 METAL_FUNC void load_columns(
-    const device T* own, const device T* x, const device T* y, const int row, thread PAIR(T)* b) {
+    const device Data* own, const device Data* x, const device Data* y, const int row, thread PAIR(T)* b) {
 #ifdef MSL_TENSOR_CORES
   if (sizeof(T) == 2) {
     UNROLL for (int j = 0; j < RUN; j += 8) {
@@ -100,5 +76,5 @@ METAL_FUNC void load_columns(
 #endif
   const int k = row % 2 * partner<BITS>();
   UNROLL for (int i = 0; i < RUN / 2; i++)
-    b[i] = to_b<T>(pair_of<T>(x[element<BITS>(i) + k], y[element<BITS>(i) + k]));
+    b[i] = to_b<T>(pair_of<T>(float(x[element<BITS>(i) + k]), float(y[element<BITS>(i) + k])));
 }

@@ -2,45 +2,23 @@
 // are K Q^T and the output O^T += V^T P^T: keys and elements of V are the rows of the first operand
 // and come straight from memory, query rows are the columns of the second. What a column gets does
 // not depend on the other columns, on R or on W: a row has the same bits whatever q_len is.
+//
+// Codes are multiplied as they are. A group of a key of K gives scale * sum(c q) + bias * sum(q); a
+// group of V takes p * scale in the place of p, and sum(p * bias) is added at the end. What a half
+// has in front of a code is taken out through sums of the other operand.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
           int CHUNK, int MASK, bool SINKS, bool DIRECT>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
+  // Bits of the codes, if there are any.
+  static constexpr constant int KC = KBITS < 16 ? KBITS : 8, VC = VBITS < 16 ? VBITS : 8;
   static constexpr constant int NB = R / 8, STEP = 16 * KP;
 
-  // k or v at a kv head: DIM plain T, or codes of B bits in groups of G. LANES lanes share a row: one
-  // has N runs of RUN elements, NW words each, of which U become operands at once.
-  template <int B, int G, int DIM, int LANES>
-  struct Rows {
-    static constexpr constant int RUN = DIM % (LANES * 128 / B) == 0 ? 128 / B
-                                      : DIM % (LANES * 64 / B) == 0 ? 64 / B : 32 / B;
-    static constexpr constant int N = DIM / (LANES * RUN), NW = RUN * B / 32, U = RUN < 8 ? RUN : 8;
-    typedef conditional_t<(B < 16), uint, T> Element;
-    const device Element* data;
-    const device T* scales;
-    const device T* biases;
-    uint stride, scale_stride, bias_stride;
-
-    // The share of lane `part` in row `key`: w [N][NW], and sb [N] of (scale, bias).
-    METAL_FUNC void load(const int key, const int part, const bool wide, thread uint* w, thread float2* sb) const {
-      const device Element* p = data + (size_t)key * stride + part * (B < 16 ? NW : RUN);
-      if (wide) {
-        UNROLL for (int i = 0; i < N; i++) load_run<NW, true>(p + i * (LANES * (B < 16 ? NW : RUN)), w + i * NW);
-      } else {
-        UNROLL for (int i = 0; i < N; i++) load_run<NW, false>(p + i * (LANES * (B < 16 ? NW : RUN)), w + i * NW);
-      }
-      UNROLL for (int i = 0; i < N; i++) {
-        if (B < 16) {
-          const uint g = uint((i * LANES + part) * RUN) / G;
-          sb[i].x = float(scales[(size_t)key * scale_stride + g]);
-          sb[i].y = float(biases[(size_t)key * bias_stride + g]);
-        }
-      }
-    }
-  };
-  typedef Rows<KB, KG, D, 4> K;
-  typedef Rows<VB, VG, DV, 8> V;
+  typedef Rows<T, KB, KG, D, 4> K;
+  typedef Rows<T, VB, VG, DV, 8> V;
+  typedef typename K::Operand KT;
+  typedef typename V::Operand VT;
   // Units of V whose parts are added up at once, so that 32 KiB hold them; their padding is against
   // bank conflicts.
   static constexpr constant int E = V::U == 8 && KP * W * NB > 12 ? 4 : V::U, P = 8 * E + 4;
@@ -66,112 +44,213 @@ struct SdpaMatrix {
     return chunk;
   }
 
+  // The lane's two keys of a step that begins at `key`.
+  static METAL_FUNC void load_keys(
+      const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
+    EACH(h, 2) {
+      const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
+      k.load(mine, TILE_COL(at.lane), wide, w + h * K::N * K::NW);
+      k.load_sb(mine, wide, sb + h * 2 * K::NS);
+    }
+  }
+
   // The chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
-  // it, top (times log2(e)) and sum: [NB][2].
+  // it, top (times log2(e)) and sum: [NB][2]. With codes of V, top is not the largest score but that of
+  // the largest scale times weight: what sums are relative to.
   template <typename Mask, typename S, typename O>
-  static METAL_FUNC void attend(
-      const device T* q, const uint3 q_steps, const float scale, const thread K& k, const thread V& v,
-      const Mask mask, const uint4 mask_steps, const S sinks, device O* out, device float* ml,
-      threadgroup float* part, threadgroup float* state, const thread Place& at, const int stride, const bool wide) {
+  static METAL_FUNC void run(
+      const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
+      const bool wide, const Mask mask, const uint4 mask_steps, const S sinks, device O* out, device float* ml,
+      threadgroup float* part, threadgroup float* state, const thread Place& at, const int stride) {
+    const float scale = q_scale * LOG2E;
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
     const uint one = one_bits(at.q_len);
-    uint kw[2 * K::N * K::NW], vw[4 * V::N * V::NW];
-    float2 ks[2 * K::N], vs[4 * V::N];
+    // Minus what stands in front of the middle code of even and of odd elements of V.
+    const float MIDDLE = 1 << (VC - 1);
+    const PAIR(VT) first = pair_of<VT>(-offset<T>() - MIDDLE, -offset<T>() - MIDDLE);
+    const float odd = -offset<T>() - MIDDLE / unscale<VC>(1);
+    const PAIR(VT) second = pair_of<VT>(odd, odd);
+    uint kw[2 * K::N * K::NW], vw[4 * V::N * V::NW + 1], ks[4 * K::NS], vs[4 * V::NS];
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk, stride, row0, ml);
-    if (chunk * CHUNK < at.len) {
-      UNROLL for (int h = 0; h < 2; h++)
-        k.load(min(first_key(at, chunk) + 8 * h + row, at.len - 1), col, wide, kw + h * K::N * K::NW, ks + h * K::N);
-    }
+    if (chunk * CHUNK < at.len) load_keys(k, first_key(at, chunk), at, wide, kw, ks);
     // The lane's two columns of each tile, and q in the order in which keys are held.
     Row c[NB * 2];
-    PAIR(T) qs[NB * D / 8], p[NB * 2];
+    PAIR(KT) qs[NB * D / 8];
+    PAIR(VT) p[NB * 2];
+    // Of a column with codes of K: the power of two that was taken out of q times scale, and of each
+    // group -offset * sum(q * unscale), and sum(q).
+    float scales[NB * 2], start[NB * K::NG * 2], sums[NB * K::NG * 2];
     size_t seen[NB * 2];
-    UNROLL for (int i = 0; i < NB * 2; i++) {
+    EACH(i, NB * 2) {
       c[i] = row_at(at, row0 + i / 2 * 8 + 2 * col + i % 2);
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
     }
     q += at.b * q_steps.x + at.head * q_steps.y;
-    UNROLL for (int n = 0; n < NB; n++) {
+    EACH(n, NB) {
       const Row m = row_at(at, row0 + n * 8 + row);
       const device T* own = q + m.head * q_steps.y + m.i * q_steps.z + col * K::RUN;
       const device T* x = q + c[2 * n].head * q_steps.y + c[2 * n].i * q_steps.z + row / 2 * K::RUN;
       const device T* y = q + c[2 * n + 1].head * q_steps.y + c[2 * n + 1].i * q_steps.z + row / 2 * K::RUN;
-      UNROLL for (int i = 0; i < K::N; i++) {
+      float v[K::N * K::RUN], fx = 1, fy = 1, mine = 1;
+      if (K::CODED) {
+        // A power of two brings the largest of a row between 1 and 2, so that halves hold it.
+        float big = 0;
+        EACH(i, D / 32) {
+          const device T* from = own + i * 8 / K::RUN * 4 * K::RUN + i * 8 % K::RUN;
+          if (wide) load8<T, true>(from, v + 8 * i);
+          else load8<T, false>(from, v + 8 * i);
+        }
+        EACH(i, D / 4) big = max(big, fabs(v[i]));
+        big = max(big, simd_shuffle_xor(big, 1));
+        big = max(big, simd_shuffle_xor(big, TILE_SIDE));
+        const uint power = clamp(as_type<uint>(big) >> 23, 1u, 253u) << 23, inverse = 254u << 23;
+        const uint px = simd_shuffle(power, TILE_LANE(2 * col)), py = simd_shuffle(power, TILE_LANE(2 * col + 1));
+        mine = as_type<float>(inverse - power);
+        fx = as_type<float>(inverse - px);
+        fy = as_type<float>(inverse - py);
+        scales[2 * n] = as_type<float>(px) * scale;
+        scales[2 * n + 1] = as_type<float>(py) * scale;
+      }
+      EACH(i, K::N) {
         const int at_run = i * 4 * K::RUN;
-        thread PAIR(T)* to = qs + (n * K::N + i) * (K::RUN / 2);
-        if (wide) load_columns<T, KB, K::RUN, true>(own + at_run, x + at_run, y + at_run, row, to);
-        else load_columns<T, KB, K::RUN, false>(own + at_run, x + at_run, y + at_run, row, to);
+        thread PAIR(KT)* to = qs + (n * K::N + i) * (K::RUN / 2);
+        if (K::CODED) code_columns<KT, KC, K::RUN>(v + i * K::RUN, x + at_run, y + at_run, mine, fx, fy, row, to);
+        else if (wide) load_columns<KT, KB, K::RUN, true>(own + at_run, x + at_run, y + at_run, row, to);
+        else load_columns<KT, KB, K::RUN, false>(own + at_run, x + at_run, y + at_run, row, to);
+      }
+      if (K::CODED) {
+        const PAIR(KT) ones = pair_of<KT>(1.0f, 1.0f), back = pair_of<KT>(1 / unscale<KC>(1), 1 / unscale<KC>(1));
+        EACH(g, K::NG) {
+          float t[4] = {0, 0, 0, 0};
+          const thread PAIR(KT)* b = qs + n * (D / 8) + g * (KG / 8);
+          EACH(i, KG / 16) mma16<KT>(t, ones, ones, ones, back, b[2 * i], b[2 * i + 1]);
+          EACH(i, 2) {
+            start[(n * K::NG + g) * 2 + i] = -offset<T>() * t[i];
+            sums[(n * K::NG + g) * 2 + i] = t[2 + i];
+          }
+        }
       }
     }
     for (bool again = false; chunk * CHUNK < at.len || (DIRECT && !again); chunk += stride, again = true) {
       const int end = min(at.len, (chunk + 1) * CHUNK), begin = first_key(at, chunk);
       const int next = (chunk + stride) * CHUNK < at.len ? first_key(at, chunk + stride) : at.len;
-      float o[NB * DV / 4], top[NB * 2], sum[NB * 2];
-      UNROLL for (int i = 0; i < NB * 2; i++) top[i] = LOWEST;
-      UNROLL for (int i = 0; i < NB * 2; i++) sum[i] = 0;
-      UNROLL for (int i = 0; i < NB * DV / 4; i++) o[i] = 0;
+      float o[NB * DV / 4], top[NB * 2], sum[NB * 2], bias[NB * V::NG * 2];
+      EACH(i, NB * 2) top[i] = LOWEST;
+      EACH(i, NB * 2) sum[i] = 0;
+      EACH(i, NB * DV / 4) o[i] = 0;
+      EACH(i, NB * V::NG * 2) bias[i] = 0;
       for (int key = begin; key < end; key += STEP) {
-        UNROLL for (int i = 0; i < 4; i++)
-          v.load(min(key + i / 2 * 8 + 2 * col + i % 2, end - 1), row, wide, vw + i * V::N * V::NW, vs + i * V::N);
-        // Two sums of every other 16 elements each: shorter chains of dependent multiplies.
+        EACH(i, 4)
+          v.load(min(key + i / 2 * 8 + 2 * col + i % 2, end - 1), row, wide, vw + i * V::N * V::NW);
+        EACH(h, 2) v.load_sb(min(key + 8 * h + row, end - 1), wide, vs + h * 2 * V::NS);
+        // Plain: two sums of every other 16 elements each, for shorter chains of dependent multiplies.
+        // Codes: one of each group, the other is the score.
         float s[NB * 8];
-        UNROLL for (int i = 0; i < NB * 8; i++) s[i] = 0;
-        UNROLL for (int u = 0; u < D / 4 / K::U; u++) {
-          const int r = u * K::U / K::RUN, j = u % (K::RUN / K::U);
-          PAIR(T) a[K::U];
-          along<T, KB, K::U>(kw + r * K::NW, j, ks[r], one, a);
-          along<T, KB, K::U>(kw + (K::N + r) * K::NW, j, ks[K::N + r], one, a + K::U / 2);
-          UNROLL for (int i = 0; i < K::U / 4; i++) {
+        EACH(i, NB * 8) s[i] = 0;
+        EACH(u, D / 4 / K::U) {
+          const int r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
+          PAIR(KT) a[K::U];
+          if (K::CODED) {
+            codes_along<T, KC, KT>(kw + r * K::NW, j, one, a);
+            codes_along<T, KC, KT>(kw + (K::N + r) * K::NW, j, one, a + K::U / 2);
+            if (u * K::U * 4 % KG == 0) {
+              EACH(i, NB * 4) s[i / 4 * 8 + 4 + i % 4] = start[(i / 4 * K::NG + g) * 2 + i % 2];
+            }
+          } else {
+            plain_along<KT, K::U>(kw + r * K::NW, j, a);
+            plain_along<KT, K::U>(kw + (K::N + r) * K::NW, j, a + K::U / 2);
+          }
+          EACH(i, K::U / 4) {
             const int t = u * (K::U / 4) + i;
-            UNROLL for (int n = 0; n < NB; n++)
-              mma16<T>(s + n * 8 + t % 2 * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1],
-                       a[K::U / 2 + 2 * i + 1], qs[n * (D / 8) + 2 * t], qs[n * (D / 8) + 2 * t + 1]);
+            EACH(n, NB)
+              mma16<KT>(s + n * 8 + (K::CODED ? 1 : t % 2) * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1],
+                        a[K::U / 2 + 2 * i + 1], qs[n * (D / 8) + 2 * t], qs[n * (D / 8) + 2 * t + 1]);
+          }
+          if (K::CODED && (u + 1) * K::U * 4 % KG == 0) {
+            EACH(i, NB * 4) {
+              const thread uint* sb = ks + i % 4 / 2 * 2 * K::NS;
+              thread float* x = s + i / 4 * 8 + i % 4;
+              *x = fma(scale_at<T>(sb, g), x[4], fma(scale_at<T>(sb + K::NS, g), sums[(i / 4 * K::NG + g) * 2 + i % 2], *x));
+            }
           }
         }
         // The next keys are on their way while these are weighted.
         const int after = key + STEP < end ? key + STEP : next;
-        if (after < at.len) {
-          UNROLL for (int h = 0; h < 2; h++)
-            k.load(min(after + 8 * h + row, at.len - 1), col, wide, kw + h * K::N * K::NW, ks + h * K::N);
+        if (after < at.len) load_keys(k, after, at, wide, kw, ks);
+        // A weight times its largest scale of V, not the weight itself, is at most about 2^15, for a half.
+        // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
+        float size[2] = {0, 0}, f[NB * 2];
+        if (V::CODED && sizeof(T) == 2) {
+          EACH(h, 2) {
+            float most = fabs(scale_at<T>(vs + h * 2 * V::NS, 0));
+            UNROLL for (int g = 1; g < V::NG; g++) most = max(most, fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
+            size[h] = max(fma(float(as_type<int>(most)), 1.1920929e-7f, -142.0f), -55.0f);
+          }
         }
-        UNROLL for (int n = 0; n < NB; n++) {
+        EACH(n, NB) {
           thread float* x = s + n * 8;
-          UNROLL for (int i = 0; i < 4; i++) {
+          EACH(i, 4) {
             const Row m = c[2 * n + i % 2];
             const int j = key + i / 2 * 8 + row;
-            x[i] = (x[i] + x[i + 4]) * scale;
+            x[i] = K::CODED ? x[i] * scales[2 * n + i % 2] : (x[i] + x[i + 4]) * scale;
             if (j < m.from || j >= m.to) x[i] = -INFINITY;
             else if (MASK)
               x[i] = fma(added(mask[seen[2 * n + i % 2] + (size_t)j * mask_steps.w]), LOG2E, x[i]);
           }
-          float f[2];
-          UNROLL for (int i = 0; i < 2; i++) {
-            const float high = max(top[2 * n + i], rows_max(max(x[i], x[2 + i])));
-            f[i] = fast::exp2(top[2 * n + i] - high);
-            top[2 * n + i] = high;
-            x[i] = fast::exp2(x[i] - high);
-            x[2 + i] = fast::exp2(x[2 + i] - high);
-            sum[2 * n + i] = fma(sum[2 * n + i], f[i], x[i] + x[2 + i]);
+          EACH(i, 2) {
+            const int e = 2 * n + i;
+            const float high = max(top[e], rows_max(V::CODED ? max(x[i] + size[0], x[2 + i] + size[1]) : max(x[i], x[2 + i])));
+            f[e] = EXP2(top[e] - high);
+            top[e] = high;
+            x[i] = EXP2(x[i] - high);
+            x[2 + i] = EXP2(x[2 + i] - high);
+            sum[e] = fma(sum[e], f[e], x[i] + x[2 + i]);
           }
-          p[2 * n] = to_b<T>(pair_of<T>(x[0], x[1]));
-          p[2 * n + 1] = to_b<T>(pair_of<T>(x[2], x[3]));
-          UNROLL for (int i = 0; i < DV / 4; i++) o[n * (DV / 4) + i] *= f[i % 2];
         }
-        UNROLL for (int u = 0; u < DV / 8 / V::U; u++) {
-          const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), L = V::N * V::NW;
-          const thread uint* w = vw + r * V::NW;
-          PAIR(T) a[2 * V::U];
-          across<T, VB, V::U>(w, w + L, j, vs[r], vs[V::N + r], one, a);
-          across<T, VB, V::U>(w + 2 * L, w + 3 * L, j, vs[2 * V::N + r], vs[3 * V::N + r], one, a + V::U);
-          UNROLL for (int i = 0; i < V::U / 2; i++) {
-            UNROLL for (int n = 0; n < NB; n++)
-              mma16<T>(o + n * (DV / 4) + (u * (V::U / 2) + i) * 4, a[2 * i], a[2 * i + 1],
-                       a[V::U + 2 * i], a[V::U + 2 * i + 1], p[2 * n], p[2 * n + 1]);
+        float m[NB * 4];
+        EACH(i, NB * 4) m[i] = 0;
+        EACH(u, DV / 8 / V::U) {
+          const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), g = r / V::PER, L = V::N * V::NW;
+          if (u == 0 || (V::CODED && u * V::U * 8 % VG == 0)) {
+            float2 w[2] = {1, 1};
+            EACH(h, 2 * V::CODED)
+              w[h] = float2(scale_at<T>(vs + h * 2 * V::NS, g), scale_at<T>(vs + (h * 2 + 1) * V::NS, g));
+            EACH(n, NB) {
+              const thread float* x = s + n * 8;
+              EACH(h, 2)
+                p[2 * n + h] = to_b<VT>(pair_of<VT>(x[2 * h] * w[h].x, x[2 * h + 1] * w[h].x));
+              if (!V::CODED) continue;
+              // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
+              thread float* t = bias + (n * V::NG + g) * 2;
+              EACH(i, 2)
+                t[i] = fma(t[i], f[2 * n + i], fma(x[i], fma(w[0].x, MIDDLE, w[0].y), x[2 + i] * fma(w[1].x, MIDDLE, w[1].y)));
+              EACH(i, 4) m[n * 4 + i] = 0;
+              mma16<VT>(m + n * 4, first, second, first, second, p[2 * n], p[2 * n + 1]);
+            }
+          }
+          PAIR(VT) a[2 * V::U];
+          EACH(h, 2) {
+            const thread uint* w = vw + 2 * h * L + r * V::NW;
+            if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
+            else across<VT, V::U>(w, w + L, j, a + h * V::U);
+          }
+          EACH(n, NB) {
+            thread float* t = o + n * (DV / 4) + u * V::U * 2;
+            EACH(i, V::U * 2) t[i] = fma(t[i], f[2 * n + i % 2], m[n * 4 + i % 4]);
+            EACH(i, V::U / 2)
+              mma16<VT>(t + 4 * i, a[2 * i], a[2 * i + 1], a[V::U + 2 * i], a[V::U + 2 * i + 1], p[2 * n], p[2 * n + 1]);
           }
         }
       }
-      UNROLL for (int i = 0; i < NB * 2; i++) sum[i] = rows_sum(sum[i]);
+      if (V::CODED) {
+        EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
+        EACH(i, NB * DV / 4) {
+          const int n = i / (DV / 4), g = i % (DV / 4) * 4 / VG;
+          o[i] = fma(o[i], unscale<VC>(i / 2 % 2), bias[(n * V::NG + g) * 2 + i % 2]);
+        }
+      }
+      EACH(i, NB * 2) sum[i] = rows_sum(sum[i]);
       if (again) threadgroup_barrier(mem_flags::mem_threadgroup);
       store(o, top, sum, part, state, sinks, out, ml, at, chunk);
     }
@@ -185,16 +264,16 @@ struct SdpaMatrix {
       const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part,
       threadgroup float* state, const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk) {
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane);
-    UNROLL for (int i = 0; i < NB * 2; i++) {
+    EACH(i, NB * 2) {
       threadgroup float* st = state + (at.sg * R + i / 2 * 8 + 2 * col + i % 2) * 2;
       if (row == 0) {
         st[0] = top[i] > LOWEST ? top[i] * 0.6931471805599453f : LOWEST;
         st[1] = sum[i];
       }
     }
-    UNROLL for (int u = 0; u < DV / 8 / E; u++) {
+    EACH(u, DV / 8 / E) {
       if (u) threadgroup_barrier(mem_flags::mem_threadgroup);
-      UNROLL for (int i = 0; i < NB * E * 2; i++) {
+      EACH(i, NB * E * 2) {
         const int n = i / (E * 2), j = i % (E * 2);
         part[(at.sg * R + n * 8 + 2 * col + i % 2) * P + (j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
       }
@@ -205,8 +284,8 @@ struct SdpaMatrix {
         if (n >= at.G * at.q_len) continue;
         const threadgroup float* st = state + (w * KP * R + r) * 2;
         float high = LOWEST, all = 0, t = 0;
-        UNROLL for (int k = 0; k < KP; k++) high = max(high, st[k * R * 2]);
-        UNROLL for (int k = 0; k < KP; k++) {
+        EACH(k, KP) high = max(high, st[k * R * 2]);
+        EACH(k, KP) {
           const float f = weight(st[k * R * 2], high);
           all = fma(st[k * R * 2 + 1], f, all);
           t = fma(part[((w * KP + k) * R + r) * P + e * 8 + lane_row], f, t);
@@ -226,14 +305,6 @@ struct SdpaMatrix {
       }
     }
   }
-
-  template <typename Mask, typename S, typename O>
-  static METAL_FUNC void run(
-      const device T* q, const uint3 q_steps, const float scale, const thread K& k, const thread V& v,
-      const bool wide, const Mask mask, const uint4 mask_steps, const S sinks, device O* out,
-      device float* ml, threadgroup float* part, threadgroup float* state, const thread Place& at, const int stride) {
-    attend(q, q_steps, scale * LOG2E, k, v, mask, mask_steps, sinks, out, ml, part, state, at, stride, wide);
-  }
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
@@ -244,9 +315,9 @@ const Place at = place<CHUNK, W>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, uint(k_strides[2]), 0, 0};
+    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, uint(k_strides[2] * sizeof(k[0])), 0, 0};
 const typename X::V vr = {
-    v + at.b * v_strides[0] + at.kv * v_strides[1], v, v, uint(v_strides[2]), 0, 0};
+    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, uint(v_strides[2] * sizeof(v[0])), 0, 0};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
@@ -262,14 +333,17 @@ const Place at = place<CHUNK, W>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    k + at.b * k_strides[0] + at.kv * k_strides[1], ks + at.b * ks_strides[0] + at.kv * ks_strides[1],
-    kb + at.b * kb_strides[0] + at.kv * kb_strides[1], uint(k_strides[2]), uint(ks_strides[2]), uint(kb_strides[2])};
+    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
+    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), uint(k_strides[2] * sizeof(k[0])), uint(ks_strides[2] * sizeof(T)), uint(kb_strides[2] * sizeof(T))};
 const typename X::V vr = {
-    v + at.b * v_strides[0] + at.kv * v_strides[1], vs + at.b * vs_strides[0] + at.kv * vs_strides[1],
-    vb + at.b * vb_strides[0] + at.kv * vb_strides[1], uint(v_strides[2]), uint(vs_strides[2]), uint(vb_strides[2])};
+    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
+    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), uint(v_strides[2] * sizeof(v[0])), uint(vs_strides[2] * sizeof(T)), uint(vb_strides[2] * sizeof(T))};
+const bool wide = even(q, q_strides) && even(k, k_strides) && even(v, v_strides) &&
+    even_scales<typename X::K>(ks, ks_strides) && even_scales<typename X::K>(kb, kb_strides) &&
+    even_scales<typename X::V>(vs, vs_strides) && even_scales<typename X::V>(vb, vb_strides);
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
-    even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : uint4(0),
+    wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : uint4(0),
     sinks, out, ml, part, state, at, threadgroups_per_grid.y);

@@ -36,6 +36,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "operands.h",
         "sdpa.h",
         "sdpa_place.h",
+        "sdpa_codes.h",
         "sdpa_matrix.metal",
     ),
     "sdpa_matrix_codes": (
@@ -45,6 +46,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "operands.h",
         "sdpa.h",
         "sdpa_place.h",
+        "sdpa_codes.h",
         "sdpa_matrix.metal",
     ),
     "qmv_add": _FUSED,

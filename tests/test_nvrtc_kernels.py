@@ -42,9 +42,7 @@ def test_reduce_compiles(arch):
     assert f".target {arch}" in compiled(arch, *reduce_arguments("bfloat16", 3))
 
 
-@pytest.mark.parametrize(
-    "row", fused_rows.rows(tuple(CHIPS)), ids=fused_rows.row_name
-)
+@pytest.mark.parametrize("row", fused_rows.rows(tuple(CHIPS)), ids=fused_rows.row_name)
 def test_fused_kernel_compiles(row):
     arch = CHIPS[row[3]]
     assert f".target {arch}" in compiled(arch, *fused_rows.arguments(*row))

@@ -28,7 +28,7 @@ def test_text(kernel):
     assert "//" not in whole and "/*" not in whole
     # MLX copies and hashes the text on each call; host cost grows with it.
     attention, fused = kernel.startswith("sdpa"), kernel.startswith(("qmv_", "qmm"))
-    assert len(whole) < (22_000 if attention else 13_500 if fused else 7_000)
+    assert len(whole) < (26_500 if attention else 13_500 if fused else 7_000)
     for name in (*text.input_names, *text.output_names):
         assert re.search(rf"\b{name}\b", text.body)
 

@@ -100,6 +100,15 @@ MSL_FN uint msl_transpose(uint pair) {
 // The low (high) halves of a and b in one register.
 MSL_FN uint msl_low_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x5410); }
 MSL_FN uint msl_high_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x7632); }
+// Four of their eight bytes, the lowest digit of `which` first.
+MSL_FN uint msl_bytes(uint a, uint b, uint which) { return ::__byte_perm(a, b, which); }
+
+// One instruction, exp2f looks after denormal numbers with three more.
+MSL_FN float msl_exp2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 
 // Any types: 16-bit operands of one type go to a tensor core with eight idle rows, all others are fp32
 // multiply-adds, k ascending (no tf32, which would drop bits of a float).

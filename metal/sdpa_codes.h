@@ -1,0 +1,144 @@
+// Caches of keys or values, plain or of codes, for sdpa_matrix.metal.
+
+#define EACH(i, n) UNROLL for (int i = 0; i < n; i++)
+
+// Unit j of a run, E elements, in pairs.
+template <typename T, int E>
+METAL_FUNC void plain_along(const thread uint* w, const int j, thread PAIR(T)* a) {
+  EACH(i, E / 2) a[i] = pair_at<T>(w, j * E / 2 + i);
+}
+// Unit j of the runs v and w of two keys: each element with its twin.
+template <typename T, int E>
+METAL_FUNC void across(const thread uint* v, const thread uint* w, const int j, thread PAIR(T)* a) {
+  EACH(i, E) a[i] = pair_across<T>(v, w, j * E + i);
+}
+
+// The same of codes as they are, c / unscale: scales, biases and what a half has in front of a code,
+// offset, are for sums. A code is exact in H: half, where T is.
+template <typename T>
+METAL_FUNC constexpr float offset() { return sizeof(T) == 2 ? 1024 : 0; }
+template <typename T, int BITS, typename H>
+METAL_FUNC void codes_along(const thread uint* w, const int j, const uint one, thread PAIR(H)* a) {
+#ifdef MSL_TENSOR_CORES
+  if (sizeof(T) == 2) {
+    EACH(i, 4)
+      a[i] = BITS == 4 ? (w[j] >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one
+                       : msl_bytes(w[2 * j + i / 2], one, i % 2 ? 0x5352 : 0x5150);
+    return;
+  }
+#endif
+  float v[8];
+  decode8<BITS>(w, j, one, v);
+  EACH(i, 8) v[i] += offset<T>() - 1024;
+  EACH(i, 4) a[i] = pair_of<H>(v[element<BITS>(i)], v[element<BITS>(i) + partner<BITS>()]);
+}
+template <typename T, int BITS, int E, typename H>
+METAL_FUNC void codes_across(
+    const thread uint* v, const thread uint* w, const int j, const uint one, thread PAIR(H)* a) {
+#ifdef MSL_TENSOR_CORES
+  if (sizeof(T) == 2) {
+    EACH(i, E) {
+      const int at = BITS == 4 ? j : j * (E / 4) + i / 4;
+      const uint u = i / (16 / BITS) % 2 ? msl_high_halves(v[at], w[at]) : msl_low_halves(v[at], w[at]);
+      a[i] = BITS == 4 ? (u >> i / 2 % 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one
+                       : msl_bytes(u, one, i % 2 ? 0x5351 : 0x5250);
+    }
+    return;
+  }
+#endif
+  float x[8], y[8];
+  decode8<BITS>(v, j, one, x);
+  decode8<BITS>(w, j, one, y);
+  EACH(i, E)
+    a[i] = pair_of<H>(x[i] + (offset<T>() - 1024), y[i] + (offset<T>() - 1024));
+}
+
+// NG scales of a row, two of 16 bits in a word.
+template <typename T, int NG, bool WIDE>
+METAL_FUNC void load_scales(const device T* p, thread uint* w) {
+  if (NG * sizeof(T) % 4 == 0) load_run<NG * sizeof(T) / 4, WIDE>(p, w);
+  else {
+    const device ushort* h = (const device ushort*)p;
+    EACH(g, NG) w[g / 2] = g % 2 ? w[g / 2] | uint(h[g]) << 16 : h[g];
+  }
+}
+template <typename T>
+METAL_FUNC float scale_at(const thread uint* w, const int g) {
+  const vec<T, 2> v = as_type<vec<T, 2>>(w[g / 2]);
+  return float(g % 2 ? v.y : v.x);
+}
+template <> METAL_FUNC float scale_at<float>(const thread uint* w, const int g) { return as_type<float>(w[g]); }
+
+// The columns of load_columns for codes, from floats: own is times mine, x and y times fx and fy.
+template <typename H, int BITS, int RUN, typename T>
+METAL_FUNC void code_columns(
+    const thread float* own, const device T* x, const device T* y, const float mine, const float fx,
+    const float fy, const int row, thread PAIR(H)* b) {
+  EACH(i, RUN / 2) {
+    const int e = element<BITS>(i), p = partner<BITS>();
+#ifdef MSL_TENSOR_CORES
+    if (sizeof(H) == 2) {
+      b[i] = pair_of<H>(own[e] * (mine * unscale<BITS>(e)), own[e + p] * (mine * unscale<BITS>(e)));
+      continue;
+    }
+#endif
+    const int k = e + row % 2 * p;
+    b[i] = to_b<H>(pair_of<H>(float(x[k]) * (fx * unscale<BITS>(e)), float(y[k]) * (fy * unscale<BITS>(e))));
+  }
+}
+
+// k or v at a kv head: DIM plain T, or codes of B bits in groups of G. LANES lanes share a row: one
+// has N runs of RUN elements, NW words each, of which U become operands at once. Runs number i of
+// all lanes are in one group.
+template <typename T, int B, int G, int DIM, int LANES>
+struct Rows {
+  static constexpr constant bool CODED = B < 16;
+  static constexpr constant int MOST = CODED && G * B < LANES * 128 ? G / LANES : 128 / B;
+  static constexpr constant int RUN = DIM % (LANES * MOST) == 0 ? MOST : DIM % (LANES * 64 / B) == 0 ? 64 / B : 32 / B;
+  static constexpr constant int N = DIM / (LANES * RUN), BYTES = RUN * B / 8, NW = (BYTES + 3) / 4, U = RUN < 8 ? RUN : 8;
+  // Groups of a row, words of their scales, runs of each, and bytes that scales are aligned to.
+  static constexpr constant int NG = CODED ? DIM / G : 1, NS = (NG * sizeof(T) + 3) / 4, PER = CODED ? N / NG : N;
+  static constexpr constant int EVEN = NG * sizeof(T) % 16 == 0 ? 16 : NG * sizeof(T) % 8 == 0 ? 8
+                                     : NG * sizeof(T) % 4 == 0 ? 4 : 2;
+  typedef conditional_t<CODED && sizeof(T) == 2, half, T> Operand;
+  const device uchar* data;
+  const device uchar* scales;
+  const device uchar* biases;
+  uint stride, scale_stride, bias_stride;  // in bytes
+
+  // The share of lane `part` in row `key`: w [N][NW].
+  template <bool WIDE>
+  METAL_FUNC void load_words(const int key, const int part, thread uint* w) const {
+    const device uchar* p = data + (size_t)uint(key) * stride + part * BYTES;
+    EACH(i, N) {
+      const device uchar* run = p + i * (LANES * BYTES);
+      if (BYTES == 2) w[i] = *(const device ushort*)run;
+      else load_run<NW, WIDE>((const device conditional_t<CODED, uint, T>*)run, w + i * NW);
+    }
+  }
+  METAL_FUNC void load(const int key, const int part, const bool wide, thread uint* w) const {
+    if (wide) load_words<true>(key, part, w);
+    else load_words<false>(key, part, w);
+  }
+  // Scales and biases of row `key`: [2][NS].
+  METAL_FUNC void load_sb(const int key, const bool wide, thread uint* w) const {
+    if (!CODED) return;
+    const device T* s = (const device T*)(scales + (size_t)uint(key) * scale_stride);
+    const device T* b = (const device T*)(biases + (size_t)uint(key) * bias_stride);
+    if (wide) {
+      load_scales<T, NG, true>(s, w);
+      load_scales<T, NG, true>(b, w + NS);
+    } else {
+      load_scales<T, NG, false>(s, w);
+      load_scales<T, NG, false>(b, w + NS);
+    }
+  }
+};
+
+// May scales be read in words.
+template <typename Rows, typename S, typename Longs>
+METAL_FUNC bool even_scales(const S s, const Longs steps) {
+  bool yes = ALIGNED(s, Rows::EVEN);
+  EACH(i, 3) yes = yes && ALIGNED(s + steps[i], Rows::EVEN);
+  return !Rows::CODED || yes;
+}
