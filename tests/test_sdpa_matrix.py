@@ -213,6 +213,26 @@ def test_blocks_of_rows_change_no_bit():
         tolerance.assert_bits(case.run(plan(case, rows, 64, simdgroups)), out)
 
 
+TURNS = {
+    "all keys": dict(causal=True),
+    "a window leaves the first chunks empty": dict(causal=True, window=70),
+    "lens leave the last chunks empty": dict(batch=2, lens=(33, 330)),
+    "codes": dict(causal=True, k_bits=8, v_bits=4),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("threadgroups", [1, 5, 8])
+def test_chunks_in_turns_change_no_bit(name, threadgroups):
+    """A threadgroup that takes several chunks leaves what one each would."""
+    case = sdpa_case.case(heads=(8, 2), q_len=2, k_len=330, **TURNS[name])
+    one_each = plan(case)
+    caches = tuple(map(poisoned, case.caches()))
+    want = case.check(one_each, caches)
+    turns = replace(one_each, threadgroups=threadgroups)
+    tolerance.assert_bits(case.run(turns, caches), want)
+
+
 @pytest.mark.parametrize("chunk,simdgroups", [(16, 1), (32, 2), (48, 1), (128, 8)])
 def test_any_chunk_is_right(chunk, simdgroups):
     case = sdpa_case.case(q_len=2, k_len=145, causal=True)
