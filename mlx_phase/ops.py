@@ -17,6 +17,7 @@ from .routes import (
     Route,
     empty_route,
     new_route,
+    start_anew,
     stock_route,
 )
 from .routes import counted as counted
@@ -58,7 +59,7 @@ def use_plans(decide: Decide | None, token: object = None) -> bool:
     if [token] * (decide is not None) == [t for _, t in _stored]:
         return False
     _stored[:] = [] if decide is None else [(decide, token)]
-    ROUTES.clear()
+    start_anew()
     return True
 
 

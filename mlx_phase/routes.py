@@ -38,6 +38,19 @@ ROUTES: dict[tuple, Route] = {}
 _STOCK: dict[str, Route] = {}
 _OFF: dict[str, str] = {}
 _probe: list[Probe] = []
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes when all routes start anew."""
+    return _generation
+
+
+def start_anew() -> None:
+    """Forget every route: plans or checks have changed."""
+    global _generation
+    _generation += 1
+    ROUTES.clear()
 
 
 def served() -> Served:
@@ -100,7 +113,7 @@ def prepare_again() -> None:
 def set_probe(probe: Probe | None) -> bool:
     """Have `probe` judge kernels before first use; True if routes start anew."""
     if new := probe is not None and _probe != [probe]:
-        ROUTES.clear()
+        start_anew()
     _probe[:] = [probe] if probe else []
     return new
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from . import routes
 from .attention_step import attention_of_step
 from .executor import executor_name
 from .ops import Route, counted
@@ -30,15 +31,25 @@ MAX_TRACES = 16
 class Trace:
     """A compiled step and the routes that it calls, each with how often."""
 
-    __slots__ = ("call", "routes")
+    __slots__ = ("call", "routes", "kernels", "generation")
 
     def __init__(self) -> None:
         self.call: Callable[..., list[mx.array]]
         self.routes: list[tuple[Route, int]] = []
+        self.kernels: list[Route] = []
+        self.generation = routes.generation()
+
+    def note(self, called: list[Route]) -> None:
+        """Keep what one run of the model's code called."""
+        self.routes = list(Counter(called).items())
+        # Others are stock for good, by their reason.
+        self.kernels = [route for route, _ in self.routes if route.launch is not None]
 
     def stale(self) -> bool:
-        """Whether a kernel in it was switched off since."""
-        return any(route.launch is None for route, _ in self.routes)
+        """Whether a kernel in it was switched off since, or all plans have changed."""
+        if self.generation != routes.generation():
+            return True
+        return any(route.launch is None for route in self.kernels)
 
     def count(self) -> None:
         """Count the calls of one replay."""
@@ -140,9 +151,9 @@ class Steps:
 
         def traced_step(*args):
             # Runs once a stream. Calls are counted by each replay, so not here.
-            with counted() as routes:
+            with counted() as called:
                 out = step(*args)
-            trace.routes = list(Counter(routes).items())
+            trace.note(called)
             return out
 
         # The CPU executor evaluates its inputs, so there the same code runs untraced.

@@ -7,6 +7,8 @@ import pytest
 from mlx_lm.models import llama
 from test_traced import model, run
 
+from mlx_phase import routes
+
 traced_module = importlib.import_module("mlx_phase.traced")
 
 
@@ -33,14 +35,44 @@ def test_a_model_that_counts_in_python_is_not_traced(compiled):
     assert m.model._steps.reason
 
 
-def test_compiled_trace_gives_the_same(compiled, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """One entry for each run of the model's own code."""
+    found, stock = [], llama.LlamaModel.__call__
+    monkeypatch.setattr(
+        llama.LlamaModel, "__call__", lambda *a: found.append(1) or stock(*a)
+    )
+    return found
+
+
+def test_stock_attention_in_a_trace_is_replayed_too(monkeypatch, calls):
+    monkeypatch.setattr(traced_module, "executor_name", lambda: "apple")
+    m = model(num_attention_heads=4, num_key_value_heads=2)  # heads of 32: no kernel
+    want = run(m, 9, [1] * 6)
+    traced_module.trace_steps(m.model)
+    calls.clear()
+    np.testing.assert_allclose(run(m, 9, [1] * 6), want, atol=1e-5)
+    assert len(calls) <= 1 + 1 + 1  # a prompt of 9: its first token, the rest; a step
+
+
+def test_new_plans_renew_the_trace(compiled, calls):
+    m = model()
+    traced_module.trace_steps(m.model)
+    run(m, 9, [1, 1])
+    calls.clear()
+    run(m, 9, [1, 1])
+    replayed = len(calls)
+    routes.start_anew()
+    calls.clear()
+    run(m, 9, [1, 1])
+    assert replayed == 1 and len(calls) > replayed
+
+
+def test_compiled_trace_gives_the_same(compiled, calls):
     m = model()
     want = run(m, 250, [1, 1, 3, 3, 1])
     traced_module.trace_steps(m.model)
-    calls, stock = [], llama.LlamaModel.__call__
-    monkeypatch.setattr(
-        llama.LlamaModel, "__call__", lambda *a: calls.append(1) or stock(*a)
-    )
+    calls.clear()
     np.testing.assert_allclose(run(m, 250, [1, 1, 3, 3, 1]), want, atol=1e-5)
     # The prompt, and a trace for each of: 1 row, 3 rows, and both after growth.
     assert len(calls) == 1 + 4
