@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .attention_ops import attend, by_blocks
+from .class_swap import restored
 from .layers import TRAINING
 from .parents import adopted_parent, release_parent
 from .plan_attention import MAX_Q_LEN
@@ -141,9 +143,7 @@ class _Marked:
 
 
 def _restore(kind: type, items: dict, state: dict) -> nn.Module:
-    module = kind.__new__(kind)
-    dict.update(module, items)
-    module.__dict__.update(state)
+    module = restored(kind, items, state)
     mark(module)
     return module
 
@@ -170,6 +170,8 @@ def mark(module: nn.Module) -> None:
         release_parent(module)  # a traced call would not pass here
     if not marked(module):
         module.__class__ = _marked_kind(type(module))
+    if id(module) not in _MARKED:
+        weakref.finalize(module, _sweep).atexit = False
     _MARKED[id(module)] = module
     for owner, hook in _owners():
         hook.install(owner)
@@ -181,7 +183,12 @@ def unmark(module: nn.Module) -> None:
         module.__class__ = module._stock
         vars(module).pop("_train", None)
         _MARKED.pop(id(module), None)
-    if not _MARKED:
+    _sweep()
+
+
+def _sweep() -> None:
+    """Take the hooks away if no marked module is left, also by being dropped."""
+    if not any(True for _ in _MARKED.values()):
         for owner, hook in _owners():
             hook.remove(owner)
 

@@ -2,7 +2,7 @@
 
 A block is matched by its structure (pre-norm attention, gated MLP) and then compared
 with its own stock code on this machine (`step_patch.py`). What one launch does not
-cover, such as mixed bits, runs through the block's layers.
+cover, such as mxfp4, runs through the block's layers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from .arguments import DTYPES
+from .class_swap import copied, mixed, swap_back
 from .launch.fused import (
     Rotary,
     prepare_add,
@@ -27,11 +28,10 @@ from .launch.fused import (
 from .launch.matmul import device_chip
 from .layers import PhaseQuantizedLinear
 from .ops import apart, variant
-from .parents import _restore
 from .plan import plan_fused, supports_fused
 from .problem import Matmul
 from .rotary import rotary_of
-from .routes import ROUTES, Route
+from .routes import ROUTES, Route, keep_route
 from .step_cache import StepCache
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -116,8 +116,7 @@ def _route(
 
 
 def _kept(key: tuple, name: str, make: Callable) -> Route | None:
-    if (route := ROUTES.get(key)) is None:
-        route = ROUTES[key] = Route(name, make)
+    route = ROUTES.get(key) or keep_route(key, name, make)
     return route if route.launch is not None else None
 
 
@@ -222,13 +221,11 @@ class _Block:
         return self._unfused.__call__(self, x, mask, cache, *args, **options)
 
     def __reduce_ex__(self, protocol):
-        # The class is made here and cannot be found by name; a copy is stock.
-        own = ("_fused", "_unfused")
-        state = {k: v for k, v in self.__dict__.items() if k not in own}
-        return _restore, (self._unfused, dict(self), state)
+        return copied(self, self._unfused, _OWN)
 
 
-_KINDS: dict[type, type] = {}
+# What `adopt_block` keeps beside the parameters.
+_OWN = ("_fused", "_unfused")
 
 
 def fused(block: nn.Module) -> bool:
@@ -239,15 +236,11 @@ def fused(block: nn.Module) -> bool:
 def adopt_block(block: nn.Module, found: Fused) -> None:
     """Run ``block`` fused in traced steps."""
     stock = type(block)
-    if stock not in _KINDS:
-        _KINDS[stock] = type(stock.__name__, (_Block, stock), {})
     object.__setattr__(block, "_unfused", stock)
     object.__setattr__(block, "_fused", found)
-    block.__class__ = _KINDS[stock]
+    block.__class__ = mixed(_Block, stock)
 
 
 def release_block(block: nn.Module) -> None:
     """Give a block its own class back."""
-    block.__class__ = block._unfused
-    for name in ("_fused", "_unfused"):
-        block.__dict__.pop(name, None)
+    swap_back(block, block._unfused, _OWN)

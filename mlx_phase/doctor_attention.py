@@ -9,8 +9,7 @@ from itertools import product
 import mlx.core as mx
 
 from .attention_check import canary, check, small
-from .doctor_kernels import Examined
-from .executor import ExecutorError
+from .doctor_kernels import Examined, examined
 from .launch.attention import prepare
 from .launch.matmul import device_chip
 from .plan_attention import plan_sdpa, supports_sdpa
@@ -56,18 +55,8 @@ def examine(problem: Sdpa, clock=time.perf_counter) -> Examined:
     """Check the kernels for one query and for several; compare the bits of the rows."""
     many = check(problem)
     first = check(replace(problem, q_len=1, causal=False))
-    error, exact, run_ms = first.error or many.error, None, None
-    if error is None:
-        try:
-            exact, run_ms = _exact(problem, clock)
-        except (ExecutorError, RuntimeError) as e:
-            # MLX reports compile and launch errors of a kernel as these two.
-            error = str(e)
-    if exact is False:
-        error = f"rows of {problem.q_len} queries have other bits than alone"
-    worst, ms = max(first.worst, many.worst), first.ms + many.ms
-    ok, rows = error is None, problem.q_len
-    return Examined(many.kernel, rows, ok, exact, worst, ms, run_ms, error)
+    n = problem.q_len
+    return examined(first, many, n, f"{n} queries", lambda: _exact(problem, clock))
 
 
 def _exact(problem: Sdpa, clock) -> tuple[bool, float]:

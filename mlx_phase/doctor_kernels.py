@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 
@@ -113,18 +114,29 @@ def examine(row: Row, clock=time.perf_counter) -> Examined:
     """Check the kernels of a row and compare the bits of its rows of x."""
     first = checks.check(*row.one, chosen=row.plan_one)
     many = checks.check(*row.many, chosen=row.plan_many)
+    M = row.many[0].M
+    return examined(first, many, M, f"M = {M}", lambda: _exact(row, clock))
+
+
+def examined(
+    first: checks.Checked,
+    many: checks.Checked,
+    M: int,
+    rows: str,
+    bits: Callable[[], tuple[bool | None, float]],
+) -> Examined:
+    """What two checks say, and ``bits``: (``rows`` as alone, ms of a launch)."""
     error, exact, run_ms = first.error or many.error, None, None
     if error is None:
         try:
-            exact, run_ms = _exact(row, clock)
+            exact, run_ms = bits()
         except (ExecutorError, RuntimeError) as e:
             # MLX reports compile and launch errors of a kernel as these two.
             error = str(e)
     if exact is False:
-        error = f"rows of M = {row.many[0].M} have other bits than alone"
+        error = f"rows of {rows} have other bits than alone"
     worst, ms = max(first.worst, many.worst), first.ms + many.ms
-    name, M = many.kernel, row.many[0].M
-    return Examined(name, M, error is None, exact, worst, ms, run_ms, error)
+    return Examined(many.kernel, M, error is None, exact, worst, ms, run_ms, error)
 
 
 def _exact(row: Row, clock) -> tuple[bool | None, float]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
+from .class_swap import copied, mixed, swap_back
 from .ops import Route, counted
 from .plan import MAX_M
 from .siblings import call_tree
@@ -118,22 +119,11 @@ class _Parent:
         return trace
 
     def __reduce_ex__(self, protocol):
-        # The class is made here and cannot be found by name.
-        return _restore, (self._stock, dict(self), _state(self))
+        return copied(self, self._stock, _OWN)
 
 
-def _state(module: nn.Module) -> dict:
-    return {k: v for k, v in module.__dict__.items() if k not in ("_traces", "_stock")}
-
-
-def _restore(kind: type, items: dict, state: dict) -> nn.Module:
-    module = kind.__new__(kind)
-    dict.update(module, items)
-    module.__dict__.update(state)
-    return module
-
-
-_KINDS: dict[type, type] = {}
+# What `adopt_parent` keeps beside the parameters.
+_OWN = ("_traces", "_stock")
 
 
 def adopted_parent(module: nn.Module) -> bool:
@@ -144,8 +134,6 @@ def adopted_parent(module: nn.Module) -> bool:
 def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
     """Trace calls of ``parent``, whose only layers are the drop-ins ``layers``."""
     stock = type(parent)
-    if stock not in _KINDS:
-        _KINDS[stock] = type(stock.__name__, (_Parent, stock), {})
     traces: dict = {}
     object.__setattr__(parent, "_traces", traces)
     object.__setattr__(parent, "_stock", stock)
@@ -154,11 +142,9 @@ def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
         if layer._owner is not None:
             layer._owner.clear()
         object.__setattr__(layer, "_owner", traces)
-    parent.__class__ = _KINDS[stock]
+    parent.__class__ = mixed(_Parent, stock)
 
 
 def release_parent(parent: nn.Module) -> None:
     """Give a parent its own class back."""
-    parent.__class__ = parent._stock
-    for name in ("_traces", "_stock"):
-        parent.__dict__.pop(name, None)
+    swap_back(parent, parent._stock, _OWN)

@@ -134,6 +134,11 @@ def new_route(key: tuple, problems: tuple, chosen, name: str, make: Callable) ->
     """Probe the kernel of ``chosen`` and keep its route under ``key``."""
     if name not in _OFF and _probe and (error := _probe[0](problems, chosen, name)):
         _OFF[name] = error
+    return keep_route(key, name, make)
+
+
+def keep_route(key: tuple, name: str, make: Callable) -> Route:
+    """The route of kernel ``name`` under ``key``; stock if the kernel is off."""
     reason = f"{name} is off: {_OFF[name]}" if name in _OFF else None
     route = ROUTES[key] = Route(name, make, reason)
     return route

@@ -47,14 +47,13 @@ class Steps:
 def install(model: nn.Module, check: bool) -> Steps:
     """Trace the model's steps and fuse its blocks, as far as the checks here agree.
 
-    check=False: the structure alone decides, and activations count as SiLU.
+    Blocks and decoder have their own classes (:func:`remove`). check=False: the
+    structure alone decides, and activations count as SiLU.
     """
     decoder = find_decoder(model)
     if decoder is None:
         return Steps(reason="no module owns layers and is called as (inputs, cache)")
-    name = (decoder._untraced if traced(decoder) else type(decoder)).__name__
-    result = Steps(name)
-    remove([m for _, m in model.named_modules()])
+    result = Steps(type(decoder).__name__)
     found: list[tuple[nn.Module, Fused]] = []
     verdicts: dict[tuple, Fused | str] = {}
     for block in decoder.layers:

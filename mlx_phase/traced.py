@@ -18,9 +18,9 @@ from mlx_lm.models.cache import KVCache
 
 from . import routes
 from .attention_step import attention_of_step
+from .class_swap import copied, mixed, swap_back
 from .executor import executor_name
 from .ops import Route, counted
-from .parents import _restore
 from .plan import MAX_M
 from .step_cache import Position, StepCache, Untraceable, grow
 
@@ -71,28 +71,28 @@ class Steps:
 
     def takes(self, tokens: mx.array, caches: list | None) -> bool:
         """Whether a call is a decode step that can be traced."""
-        if self.reason is not None or not caches or tokens.ndim != 2:
-            return False
-        decoder = self._decoder()
-        if not 0 < tokens.size <= MAX_M or decoder._train:
-            return False
-        if len(caches) != len(decoder.layers):
-            return False
-        first = caches[0]
-        return all(
-            type(c) is KVCache and c.keys is not None and c.offset == first.offset
-            for c in caches
+        return self._fits(tokens, caches) and all(
+            c.keys is not None and c.offset == caches[0].offset for c in caches
         )
 
     def starts(self, tokens: mx.array, caches: list | None) -> bool:
         """Whether a call is a short prompt on new caches, which have no buffers yet."""
+        return (
+            self._fits(tokens, caches)
+            and tokens.shape[1] > 1
+            and all(c.keys is None for c in caches)
+        )
+
+    def _fits(self, tokens: mx.array, caches: list | None) -> bool:
+        """Whether there are as few rows, and such caches, as traces take."""
         if self.reason is not None or not caches or tokens.ndim != 2:
             return False
-        short = tokens.shape[1] > 1 and tokens.size <= MAX_M
+        decoder = self._decoder()
         return (
-            short
-            and not self._decoder()._train
-            and all(type(c) is KVCache and c.keys is None for c in caches)
+            0 < tokens.size <= MAX_M
+            and not decoder._train
+            and len(caches) == len(decoder.layers)
+            and all(type(c) is KVCache for c in caches)
         )
 
     def run(self, tokens: mx.array, caches: list[KVCache]) -> mx.array | None:
@@ -212,20 +212,17 @@ class _Traced:
         return self._untraced.__call__(self, inputs, cache, *args, **options)
 
     def __reduce_ex__(self, protocol):
-        # The class is made here and cannot be found by name; a copy is stock.
-        own = ("_steps", "_untraced", "_train")
-        state = {k: v for k, v in self.__dict__.items() if k not in own}
-        return _restore, (self._untraced, dict(self), state)
+        return copied(self, self._untraced, _OWN)
 
 
-_KINDS: dict[type, type] = {}
+# What `trace_steps` keeps beside the parameters.
+_OWN = ("_steps", "_untraced", "_train")
 
 
 def find_decoder(model: nn.Module) -> nn.Module | None:
     """The module that owns the decoder layers and is called as (inputs, cache)."""
     for _, module in model.named_modules():
-        kind = module._untraced if traced(module) else type(module)
-        code = getattr(kind.__call__, "__code__", None)
+        code = getattr(type(module).__call__, "__code__", None)
         names = code.co_varnames[1:3] if code else ()
         layers = module.get("layers")
         if isinstance(layers, list) and layers and names == ("inputs", "cache"):
@@ -243,15 +240,11 @@ def trace_steps(decoder: nn.Module) -> None:
     if traced(decoder):
         release_steps(decoder)
     stock = type(decoder)
-    if stock not in _KINDS:
-        _KINDS[stock] = type(stock.__name__, (_Traced, stock), {})
     object.__setattr__(decoder, "_untraced", stock)
     object.__setattr__(decoder, "_steps", Steps(decoder))
-    decoder.__class__ = _KINDS[stock]
+    decoder.__class__ = mixed(_Traced, stock)
 
 
 def release_steps(decoder: nn.Module) -> None:
     """Give a decoder its own class back."""
-    decoder.__class__ = decoder._untraced
-    for name in ("_steps", "_untraced", "_train"):
-        decoder.__dict__.pop(name, None)
+    swap_back(decoder, decoder._untraced, _OWN)

@@ -22,7 +22,7 @@ FLOW = (
     {"predict_table"},
     {"predict"},
     {"executor"},
-    {"launch", "routes", "pytest_plugin"},
+    {"launch", "routes", "pytest_plugin", "class_swap"},
     {"ops", "attention_ops", "tune_plans", "rotary"},
     {"siblings", "step_cache", "attention_step"},
     {"parents"},
