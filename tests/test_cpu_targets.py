@@ -7,13 +7,19 @@ import pytest
 from kernel_rows import arguments
 
 from mlx_phase.chip import CPU
-from mlx_phase.executor import cpu_build, profile_build, sanitize_build, signature
+from mlx_phase.executor import (
+    cpu_build,
+    cpu_compiler,
+    profile_build,
+    sanitize_build,
+    signature,
+)
 from mlx_phase.executor.cpu_source import cpu_source
 from mlx_phase.plan import plan
 from mlx_phase.problem import Matmul
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not cpu_build.compiler()[1].startswith("zig"),
+    sys.platform != "linux" or not cpu_compiler.compiler()[1].startswith("zig"),
     reason="zig brings the headers of other machines; clang alone does not",
 )
 #: Processor -> its number in an ELF file.
@@ -25,9 +31,9 @@ def machine(request, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_PHASE_CACHE", str(tmp_path))
     target = ["-target", f"{request.param}-linux-gnu"]
     if request.param == "x86_64":
-        target.append("-mcpu=x86_64_v3")  # with half conversions
+        target += ["-mavx2", "-mfma", "-mf16c"]
     monkeypatch.setattr(cpu_build, "native_flags", lambda: target)
-    monkeypatch.setattr(cpu_build.platform, "machine", lambda: request.param)
+    monkeypatch.setattr(cpu_compiler.platform, "machine", lambda: request.param)
     return request.param
 
 

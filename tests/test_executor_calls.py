@@ -8,7 +8,7 @@ import pytest
 from cpu_case import run
 
 from mlx_phase import executor
-from mlx_phase.executor import ExecutorError, apple, cpu_build
+from mlx_phase.executor import ExecutorError, apple, cpu_build, cpu_compiler
 from mlx_phase.executor.cpu import metal_kernel
 
 L = "uint l = thread_index_in_threadgroup; "
@@ -87,10 +87,10 @@ def test_bad_kernels() -> None:
 def test_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    cpu_build.compiler.cache_clear()
+    cpu_compiler.compiler.cache_clear()
     with pytest.raises(ExecutorError, match="pip install ziglang"):
-        cpu_build.compiler()
-    cpu_build.compiler.cache_clear()
+        cpu_compiler.compiler()
+    cpu_compiler.compiler.cache_clear()
 
 
 def test_cache_folder_is_used_and_may_be_unwritable(

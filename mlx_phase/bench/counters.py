@@ -14,16 +14,8 @@ from pathlib import Path
 from ..chip import Chip, lookup
 from ..counters import LANES, Cost, Prediction, predict
 from ..executor import ExecutorError
-from . import BenchError
-from .counters_kernels import (
-    PerWeight,
-    mlx_attention,
-    mlx_qmv,
-    on_cpu,
-    our_attention,
-    ours,
-    planned_rows,
-)
+from . import BenchError, counters_attention, counters_prefill
+from .counters_kernels import CHIPS, PerWeight, mlx_qmv, on_cpu, ours, planned_rows
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "small_m.csv"
 MARKS = re.compile(
@@ -32,12 +24,8 @@ MARKS = re.compile(
     r"(?P<end><!-- bench counters end -->)",
     re.S,
 )
-#: K and N of the predicted times, and the chips.
+#: K and N of the predicted times.
 SHAPE = (4096, 14336)
-CHIPS = (
-    "M1 8", "M1 Max 32", "M2 Max 38", "M3 Max 40", "M4 Pro 20", "M4 Max 40",
-    "M5 Max 40", "M3 Ultra 80",
-)  # fmt: skip
 ROWS = (1, 2, 4, 8)
 
 
@@ -181,32 +169,15 @@ def _letter(found: Prediction) -> str:
     return found.bound[0].lower()
 
 
-def attention() -> str:
-    """Our decode attention and MLX's, per element of K and V."""
-    lines = [
-        "| q_len | kernel | bytes ÷ ideal | slots per element | FMA units | "
-        "slow unit |",
-        "| ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for q_len in (1, 4):
-        for name, found in (
-            ("ours: sdpa_split", our_attention(q_len, lookup("M3 Max 40"))),
-            ("MLX: sdpa_vector_2pass_1", mlx_attention(q_len)),
-        ):
-            work = found.cost.times(LANES)
-            lines.append(
-                f"| {q_len} | {name} | {found.over_fetch:.3f} | {work.slots:.1f} | "
-                f"{work.fma:.1f} | {work.slow:.1f} |"
-            )
-    return "\n".join(lines)
-
-
 TABLES = {
     "validation": validation,
     "kernels": kernels,
     "tiles": tiles,
     "times": times,
-    "attention": attention,
+    "attention": counters_attention.table,
+    "attention_times": counters_attention.times,
+    "prefill": counters_prefill.table,
+    "prefill_fill": counters_prefill.fill,
 }
 
 

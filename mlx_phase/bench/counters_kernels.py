@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache
 
 import mlx.core as mx
 
@@ -14,10 +14,9 @@ from ..chip import Chip
 from ..counters import Cost, cost
 from ..executor import metal_kernel
 from ..executor.profile import Profile, profile_kernel
-from ..launch import attention, matmul
+from ..launch import matmul
 from ..plan import Plan, plan
-from ..plan_attention import plan_sdpa
-from ..problem import Matmul, Sdpa
+from ..problem import Matmul
 from . import mlx_metal
 
 HEADERS = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
@@ -26,6 +25,11 @@ CONSTANTS = {"align_M": False, "align_N": False, "align_K": False}
 #: what comes before and after the loop weighs as little as in a model.
 N, K = 32, 4096
 DTYPE, GROUP = mx.bfloat16, 64
+#: Chips of the predicted times.
+CHIPS = (
+    "M1 8", "M1 Max 32", "M2 Max 38", "M3 Max 40", "M4 Pro 20", "M4 Max 40",
+    "M5 Max 40", "M3 Ultra 80",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,75 +121,6 @@ def ours(M: int, rows: int, bits: int = 4) -> PerWeight:
     w, scales, biases, x = _arrays(M, N, bits)
     (profile,) = profile_kernel(matmul.prepare(problem, p), x, w, scales, biases)
     return _per_weight(profile, N * K)
-
-
-#: The profiled attention: query heads, KV heads, head_dim, keys.
-HEADS = (8, 2, 128, 1024)
-_STRIDES = (
-    "size_t(k_strides[1]), size_t(k_strides[2]), size_t(v_strides[1]), "
-    "size_t(v_strides[2]), scale[0]"
-)
-_TWO_PASS = f"""sdpa_vector_2pass_1<T, D>(q, k, v, out, sums, maxs, N, {_STRIDES},
-  nullptr, nullptr, 0, 0, 0, (const device T*)q, threads_per_threadgroup,
-  thread_position_in_threadgroup, threadgroup_position_in_grid, threadgroups_per_grid,
-  thread_index_in_simdgroup);"""
-
-
-def _attention(q_len: int) -> tuple[mx.array, mx.array, mx.array]:
-    heads, kv_heads, head_dim, k_len = HEADS
-    shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
-    key = mx.random.key(q_len)
-    q, k, v = (mx.random.normal((1, *s, head_dim), key=key) for s in shapes)
-    return q.astype(DTYPE), k.astype(DTYPE), v.astype(DTYPE)
-
-
-def _per_element(profiles: list[Profile]) -> PerWeight:
-    """Work per element of K and V; bytes are those of the caches."""
-    _, kv_heads, head_dim, k_len = HEADS
-    elements = 2 * kv_heads * head_dim * k_len
-    caches = [a for p in profiles for a in p.arrays if a.name in ("k", "v")]
-    lines = 128 * sum(a.lines for a in caches)
-    work = replace(reduce(Cost.plus, map(cost, profiles)), memory_bytes=lines)
-    return PerWeight(work.times(1 / elements), lines / sum(a.nbytes for a in caches))
-
-
-@cache
-def mlx_attention(q_len: int) -> PerWeight:
-    """MLX's first pass over the keys (the second is small), 32 blocks of them."""
-    heads, kv_heads, head_dim, k_len = HEADS
-    q, k, v = _attention(q_len)
-    names = ("has_mask", "query_transposed", "do_causal", "bool_mask", "float_mask")
-    constants = dict.fromkeys((*names, "has_sinks"), False) | {"blocks": 32}
-    kernel = metal_kernel(
-        name="mlx_sdpa_vector_2pass_1",
-        input_names=["q", "k", "v", "N", "scale"],
-        output_names=["out", "sums", "maxs"],
-        source=_TWO_PASS,
-        header=mlx_metal.header("sdpa_vector.h", **constants),
-        ensure_row_contiguous=False,
-    )
-    rows, group = (1, heads, q_len, 32), (32, heads // kv_heads, q_len)
-    profiles = profile_kernel(
-        kernel,
-        inputs=[q, k, v, k_len, mx.array([head_dim**-0.5])],
-        output_shapes=[(*rows, head_dim), rows, rows],
-        output_dtypes=[DTYPE, mx.float32, mx.float32],
-        grid=(kv_heads * 32, group[1], 32 * q_len),
-        threadgroup=group,
-        template=[("T", DTYPE), ("D", head_dim)],
-    )
-    return _per_element(profiles)
-
-
-@cache
-def our_attention(q_len: int, chip: Chip) -> PerWeight:
-    """Our kernels under the chip's plan, the merge of chunks included."""
-    heads, kv_heads, head_dim, k_len = HEADS
-    dtype = str(DTYPE).rpartition(".")[2]
-    problem = Sdpa(heads, kv_heads, head_dim, head_dim, q_len, 1, dtype, causal=True)
-    run = attention.prepare(problem, plan_sdpa(problem, chip))
-    arrays = _attention(q_len)
-    return _per_element(profile_kernel(run, *arrays, scale=head_dim**-0.5))
 
 
 def planned_rows(M: int, chip: Chip) -> int:

@@ -18,7 +18,8 @@ from mlx_phase.executor.cpu_arrays import (
     poisoned,
     untraceable,
 )
-from mlx_phase.executor.cpu_launch import Library, launch, load
+from mlx_phase.executor.cpu_launch import Call
+from mlx_phase.executor.cpu_tiers import Tiers
 from mlx_phase.executor.error import ExecutorError
 from mlx_phase.executor.signature import (
     CONSTANT_BELOW,
@@ -38,7 +39,7 @@ class _Variant:
     """A kernel for one combination of types, sizes and template arguments."""
 
     metal: MetalSource
-    library: Library | sanitizer.Sanitized | profile_build.Profiled
+    library: Tiers | sanitizer.Sanitized | profile_build.Profiled
 
 
 class CpuKernel:
@@ -155,16 +156,15 @@ class CpuKernel:
                 f"kernel {self.name!r}: a threadgroup of {group} has {threads} "
                 f"threads; Metal takes 1 to {MAX_THREADS}"
             )
-        rest = arrays, views, outputs, init_value, grid, group
         names = self.input_names, self.output_names
+        rest = arrays, views, outputs, init_value, grid, group
+        call = Call(self.name, names, variant.metal, *rest)
         if checks == PROFILE:
-            profile.launch(self.name, names, variant.metal, variant.library, *rest)
+            profile.launch(call, variant.library)
         elif checks:
-            sanitizer.launch(
-                self.name, names, variant.metal, variant.library, checks, *rest
-            )
+            sanitizer.launch(call, variant.library, checks)
         else:
-            launch(self.name, variant.metal, variant.library, *rest)
+            variant.library.launch(call)
         return outputs
 
     def _variant(
@@ -203,9 +203,10 @@ class CpuKernel:
             )
         if checks == PROFILE:
             library = profile_build.load(metal)
+        elif checks:
+            library = sanitizer.load(self.name, metal)
         else:
-            build = sanitizer.load if checks else load
-            library = build(self.name, metal)
+            library = Tiers(self.name, metal, sum(a.nbytes for a in arrays))
         if library.arena_bytes > MAX_ARENA:
             raise ExecutorError(
                 f"kernel {self.name!r}: its threadgroup variables take "

@@ -26,7 +26,7 @@ _ERROR = struct.Struct("=Qiii3I64s2048s")
 #: How far outside an array a read may stray: a multiple of every page size.
 MARGIN = 16 << 20
 ARGS_AT = (LAUNCH.size + _ERROR.size + 7) // 8 * 8
-_LIBRARIES: dict[str, Library] = {}
+_LIBRARIES: dict[tuple[str, bool], Library] = {}
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,56 @@ class Library:
     arena_bytes: int
 
 
-def load(name: str, metal: MetalSource) -> Library:
+@dataclass(frozen=True)
+class Call:
+    """What a launch was asked to run, and on what.
+
+    ``views`` are the memoryviews of ``arrays``. ``outputs`` hold ``init_value``, or
+    poison for None. ``grid`` and ``group`` count threads.
+    """
+
+    kernel: str
+    names: tuple[tuple[str, ...], tuple[str, ...]]  # of inputs and of outputs
+    metal: MetalSource
+    arrays: list[mx.array]
+    views: list[memoryview]
+    outputs: list[mx.array]
+    init_value: float | None
+    grid: tuple[int, int, int]
+    group: tuple[int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in self.arrays) + sum(a.nbytes for a in self.outputs)
+
+
+def load(name: str, metal: MetalSource, fast: bool = True) -> Library:
     """Build and load a specialised kernel, or find it among those loaded before.
 
-    Raises ExecutorError with the compiler's words if it does not compile.
+    ``fast``: optimised. Raises ExecutorError with the compiler's words if it does not
+    compile.
     """
     code = cpu_source(metal)
-    library = _LIBRARIES.get(code)
+    library = _LIBRARIES.get((code, fast))
     if library is None:
         try:
-            handle = cpu_build.load(code, cpu_build.KERNEL_FLAGS)
+            handle = cpu_build.load(code, _flags(fast))
         except ExecutorError as error:
             raise ExecutorError(f"kernel {name!r}: {error}") from None
         entry = ctypes.cast(handle.emu_entry, ctypes.c_void_p).value
         arena = ctypes.c_uint64.in_dll(handle, "emu_arena_bytes").value
-        library = _LIBRARIES[code] = Library(handle, entry, arena)
+        library = _LIBRARIES[code, fast] = Library(handle, entry, arena)
     return library
+
+
+def is_built(metal: MetalSource) -> bool:
+    """Whether the fast build of a kernel lies in the cache."""
+    return cpu_build.is_built(cpu_source(metal), _flags(True))
+
+
+def _flags(fast: bool) -> list[str]:
+    return [*cpu_build.KERNEL_FLAGS, *(cpu_build.FAST_FLAGS if fast else ("-O0",))]
 
 
 @functools.cache
@@ -75,41 +109,29 @@ def _threads() -> int:
     return int(chosen)
 
 
-def launch(
-    name: str,
-    metal: MetalSource,
-    library: Library,
-    arrays: list[mx.array],
-    views: list[memoryview],
-    outputs: list[mx.array],
-    init_value: float | None,
-    grid: tuple[int, int, int],
-    group: tuple[int, ...],
-) -> None:
-    """Run every threadgroup and wait; ``views`` are the memoryviews of ``arrays``.
-
-    ``outputs`` hold ``init_value``, or poison for None. Raises ExecutorError for what
-    goes wrong in the kernel.
-    """
-    inputs = [address(a, v) for a, v in zip(arrays, views, strict=True)]
-    writes = [address(a, memoryview(a)) for a in outputs]
-    failure = attempt(metal, library, inputs, writes, views, grid, group)
-    extents = [extent(p, v) for p, v in zip(inputs, views, strict=True)]
-    if failure and any(
+def launch(call: Call, library: Library) -> None:
+    """Run every threadgroup and wait. ExecutorError for what goes wrong in it."""
+    inputs = [address(a, v) for a, v in zip(call.arrays, call.views, strict=True)]
+    writes = [address(a, memoryview(a)) for a in call.outputs]
+    failure = attempt(call, library, inputs, writes)
+    if failure is None:
+        return
+    extents = [extent(p, v) for p, v in zip(inputs, call.views, strict=True)]
+    if any(
         size and first - MARGIN <= failure.address < first + size + MARGIN
         for first, size in extents
     ):
         # A GPU lets a read stray a little, and a kernel that throws the value away is
         # right (MLX's documentation has one). Where that faults here, run again on
         # copies with room around them; a write still faults.
-        for output in outputs:
-            reset(output, init_value)
+        for output in call.outputs:
+            reset(output, call.init_value)
         with _roomy_copies(inputs, extents) as copies:
-            failure = attempt(metal, library, copies, writes, views, grid, group)
+            failure = attempt(call, library, copies, writes)
     if failure:
         raise ExecutorError(
-            f"kernel {name!r}: {failure.message} [threadgroup {failure.group} of a "
-            f"grid of {grid} threads]"
+            f"kernel {call.kernel!r}: {failure.message} [threadgroup {failure.group} "
+            f"of a grid of {call.grid} threads]"
         )
 
 
@@ -124,20 +146,17 @@ class Failure:
 
 
 def attempt(
-    metal: MetalSource,
+    call: Call,
     library: Library,
     inputs: Sequence[int],
     outputs: Sequence[int],
-    views: Sequence[memoryview],
-    grid: tuple[int, int, int],
-    group: tuple[int, ...],
     sanitize: bool = False,
 ) -> Failure | None:
     """Run every threadgroup with arrays at these addresses; None, or what went wrong.
 
     ``sanitize``: in the sanitizer's runtime, on one OS thread.
     """
-    params = metal.params
+    params, views = call.metal.params, call.views
     at = ARGS_AT + 8 * len(params)
     extra = [views[p.index].ndim for p in params if p.kind in ("shape", "strides")]
     block = ctypes.create_string_buffer(at + 8 * (sum(extra) + len(params)))
@@ -165,7 +184,7 @@ def attempt(
             at += 8 * view.ndim
     struct.pack_into(f"={len(pointers)}Q", block, ARGS_AT, *pointers)
     LAUNCH.pack_into(
-        block, 0, library.entry, base + ARGS_AT, *grid, *group, 0, 0, 0,
+        block, 0, library.entry, base + ARGS_AT, *call.grid, *call.group, 0, 0, 0,
         library.arena_bytes, 1 if sanitize else _threads(), len(block),
     )  # fmt: skip
     if not cpu_build.runtime(sanitize).emu_launch(block):

@@ -18,11 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_phase.executor import cpu_build
-from mlx_phase.executor.cpu_launch import attempt
+from mlx_phase.executor.cpu_launch import Call, attempt
 from mlx_phase.executor.error import ExecutorError
 from mlx_phase.executor.profile_build import KINDS, Profiled
 from mlx_phase.executor.sanitize_memory import LOCK, Memory
-from mlx_phase.executor.signature import MetalSource
 
 LINE = 128
 _PROFILE = 8  # of the checks in include/cpu_sanitize.c
@@ -149,20 +148,9 @@ def profile_kernel(
     return found
 
 
-def launch(
-    name: str,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
-    metal: MetalSource,
-    build: Profiled,
-    arrays: list[mx.array],
-    views: list[memoryview],
-    outputs: list[mx.array],
-    init_value: float | None,
-    grid: tuple[int, int, int],
-    group: tuple[int, int, int],
-) -> None:
+def launch(call: Call, build: Profiled) -> None:
     """Run a kernel and add its profile to the list being recorded."""
-    memory = Memory((), names, arrays, views, outputs, init_value is not None)
+    memory = Memory(call)
     rows = memory.table()
     touched = [np.zeros((2, row.end - row.start), np.uint8) for row in rows]
     ranges = (_Range * len(rows))(
@@ -182,10 +170,9 @@ def launch(
         runtime.emu_sanitize_begin(
             rows, len(rows), _PROFILE, 0, ctypes.c_uint64(0), ctypes.c_void_p(None)
         )
-        places = memory.inputs, memory.outputs
-        failure = attempt(metal, build.library, *places, views, grid, group, True)
+        failure = attempt(call, build.library, memory.inputs, memory.outputs, True)
         if failure is not None:
-            raise ExecutorError(f"kernel {name!r}: {failure.message}")
+            raise ExecutorError(f"kernel {call.kernel!r}: {failure.message}")
         totals = runtime.emu_profile_totals()[: len(_TOTALS)]
         collectives = _collectives(runtime)
     memory.publish(memory.results())
@@ -210,9 +197,9 @@ def launch(
             instructions[kind] += times * n
     _recorded.append(
         Profile(
-            name,
-            grid,
-            group,
+            call.kernel,
+            call.grid,
+            call.group,
             **dict(zip(_TOTALS, totals, strict=True)),
             barriers=collectives.pop("threadgroup_barrier", 0),
             threadgroup_memory=build.arena_bytes,

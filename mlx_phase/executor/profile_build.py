@@ -20,7 +20,7 @@ from mlx_phase.executor.sanitize_build import APART, shared_arrays
 from mlx_phase.executor.signature import MetalSource
 
 PROFILE_FLAGS = (
-    "-DEMU_SANITIZE -DEMU_PROFILE -ffp-contract=on -emit-llvm -fno-vectorize "
+    "-O2 -DEMU_SANITIZE -DEMU_PROFILE -ffp-contract=on -emit-llvm -fno-vectorize "
     "-fno-slp-vectorize -fno-optimize-sibling-calls -Xclang -fsanitize=thread "
     "-mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-atomics=0 "
     "-mllvm -tsan-instrument-read-before-write=1"

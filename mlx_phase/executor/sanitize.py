@@ -13,16 +13,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_phase.executor import cpu_build, sanitize_build
-from mlx_phase.executor.cpu_launch import Library, attempt
+from mlx_phase.executor.cpu_launch import Call, Library, attempt
 from mlx_phase.executor.error import ExecutorError, SanitizerError
 from mlx_phase.executor.sanitize_build import Sanitized, load
 from mlx_phase.executor.sanitize_memory import LOCK, Finding, Memory
 from mlx_phase.executor.sanitize_report import Launch, error
-from mlx_phase.executor.signature import MetalSource
 
 CHECKS = ("mem", "race", "init", "sync")
 #: Not a check: outputs may stay partly unwritten, as scratch of a later kernel may.
@@ -71,18 +69,10 @@ def _seed() -> int:
 class _Session:
     """One launch of a kernel, run as often as the checks want."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        memory: Memory,
-        metal: MetalSource,
-        build: Sanitized,
-        checks: frozenset[str],
-        views: list[memoryview],
-    ) -> None:
-        self.launch, self.memory, self.metal = launch, memory, metal
-        self.build, self.checks, self.views = build, checks, views
-        pairs = zip(launch.grid, launch.group, strict=True)
+    def __init__(self, call: Call, build: Sanitized, checks: frozenset[str]) -> None:
+        self.call, self.build, self.checks = call, build, checks
+        self.memory = Memory(call, build.arrays)
+        pairs = zip(call.grid, call.group, strict=True)
         self.groups = int(np.prod([-(-n // g) for n, g in pairs], dtype=np.int64))
 
     def run(self, library: Library, schedule: int, checked: bool) -> list[np.ndarray]:
@@ -104,27 +94,21 @@ class _Session:
             ctypes.c_uint64(_seed()),
             ctypes.c_void_p(None if order is None else order.ctypes.data),
         )
-        failure = attempt(
-            self.metal,
-            library,
-            self.memory.inputs,
-            self.memory.outputs,
-            self.views,
-            self.launch.grid,
-            self.launch.group,
-            sanitize=True,
-        )
+        places = self.memory.inputs, self.memory.outputs
+        failure = attempt(self.call, library, *places, sanitize=True)
         if failure is None:
             return self.memory.results()
         if failure.code == _FOUND:
             runtime.emu_sanitize_finding.restype = ctypes.POINTER(Finding)
             found = runtime.emu_sanitize_finding().contents
-            raise error(self.launch, found, list(table))
+            named = self.memory.named
+            said = Launch(self.call, self.build.places, named)
+            raise error(said, found, list(table))
         raise SanitizerError(
             f"{failure.message} [threadgroup {failure.group} of a grid of "
-            f"{self.launch.grid} threads]",
+            f"{self.call.grid} threads]",
             "sync" if failure.code in (1, 2, 4) else "mem",
-            self.launch.kernel,
+            self.call.kernel,
             threadgroup=failure.group,
         )
 
@@ -143,7 +127,7 @@ class _Session:
                     "kernel hold whatever was in memory: write all, give init_value, "
                     f"or allow it with sanitize={PARTIAL!r} among the checks",
                     "init",
-                    self.launch.kernel,
+                    self.call.kernel,
                     buffer=output.name,
                     index=int(missing[0]),
                 )
@@ -164,7 +148,7 @@ class _Session:
                 raise SanitizerError(
                     f"{output.name}[{index}] of {output.label} ({output.form}) {why()}",
                     check,
-                    self.launch.kernel,
+                    self.call.kernel,
                     buffer=output.name,
                     index=index,
                 )
@@ -172,7 +156,7 @@ class _Session:
     def variable(self) -> str:
         """What to say of results that depend on an uninitialised variable."""
         text = "has other bits when uninitialised local variables hold something else"
-        hints = sanitize_build.uninitialised(self.metal)
+        hints = sanitize_build.uninitialised(self.call.metal)
         return text + "".join(f"; {hint}" for hint in hints)
 
 
@@ -184,29 +168,13 @@ def _depends(order: str) -> str:
     )
 
 
-def launch(
-    name: str,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
-    metal: MetalSource,
-    build: Sanitized,
-    checks: frozenset[str],
-    arrays: list[mx.array],
-    views: list[memoryview],
-    outputs: list[mx.array],
-    init_value: float | None,
-    grid: tuple[int, int, int],
-    group: tuple[int, int, int],
-) -> None:
-    """Run a kernel under the checks; ``names`` are those of inputs and outputs.
+def launch(call: Call, build: Sanitized, checks: frozenset[str]) -> None:
+    """Run a kernel under the checks; its outputs get the results of the forward order.
 
-    ``outputs`` get the results of the forward order. Raises SanitizerError for the
-    first bug found.
+    Raises SanitizerError for the first bug found.
     """
     with LOCK:
-        held = init_value is not None
-        memory = Memory(build.arrays, names, arrays, views, outputs, held)
-        said = Launch(name, grid, group, build.places, memory.named)
-        session = _Session(said, memory, metal, build, checks, views)
+        session = _Session(call, build, checks)
         first = session.run(build.checked, FORWARD, True)
         if "init" in checks:
             if PARTIAL not in checks:
@@ -217,4 +185,4 @@ def launch(
             for schedule, order in ORDERS.items():
                 made = session.run(build.checked, schedule, True)
                 session.same(first, made, "sync", partial(_depends, order))
-        memory.publish(first)
+        session.memory.publish(first)

@@ -8,9 +8,7 @@ no debug format has to be read.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from mlx_phase.executor import cpu_build
+from mlx_phase.executor.cpu_compiler import native_flags, run
 from mlx_phase.executor.cpu_launch import Library
 from mlx_phase.executor.cpu_source import cpu_source
 from mlx_phase.executor.error import ExecutorError
@@ -26,7 +25,7 @@ from mlx_phase.executor.signature import MetalSource
 #: Accesses stay as the text has them: nothing merged into vectors or library calls.
 #: Tail calls would return to the wrong line.
 CHECKED_FLAGS = (
-    "-DEMU_SANITIZE -ftrivial-auto-var-init=pattern -gdwarf-4 -gline-tables-only "
+    "-O1 -DEMU_SANITIZE -ftrivial-auto-var-init=pattern -gdwarf-4 -gline-tables-only "
     "-fno-vectorize -fno-slp-vectorize -fno-optimize-sibling-calls "
     "-fstrict-flex-arrays=3 -Xclang -fsanitize=thread,alignment,array-bounds "
     "-Xclang -fsanitize-recover=alignment,array-bounds "
@@ -34,7 +33,7 @@ CHECKED_FLAGS = (
     "-mllvm -tsan-instrument-read-before-write=1"
 ).split()
 #: The same kernel with zeros instead of a pattern in what it does not initialise.
-ZEROED_FLAGS = ("-DEMU_SANITIZE", "-ftrivial-auto-var-init=zero")
+ZEROED_FLAGS = ("-O1", "-DEMU_SANITIZE", "-ftrivial-auto-var-init=zero")
 #: What says, without a run, which variable lacks a value.
 WARNING_FLAGS = "-Wuninitialized -Wconditional-uninitialized".split()
 
@@ -180,16 +179,9 @@ def _array_name(signature: str) -> str:
 
 def uninitialised(metal: MetalSource) -> Sequence[str]:
     """The compiler's own words on variables without a value, "source:3: ..." each."""
+    flags = [*cpu_build.KERNEL_FLAGS, *native_flags(), *WARNING_FLAGS]
+    flags += ["-I", str(cpu_build.INCLUDE), "-nostdlib", "-S"]
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.cpp"
-        source.write_text(cpu_source(metal))
-        flags = [*cpu_build.KERNEL_FLAGS, *cpu_build.native_flags(), *WARNING_FLAGS]
-        flags += ["-I", str(cpu_build.INCLUDE), "-nostdlib", "-S"]
-        words = subprocess.run(
-            [*cpu_build.compiler()[0], *flags, str(source), "-o", f"{source}.s"],
-            capture_output=True,
-            text=True,
-            env=os.environ | dict.fromkeys(cpu_build.ZIG_CACHES, folder),
-        ).stderr
+        words = run(flags, Path(folder) / "kernel.s", cpu_source(metal))
     found = re.findall(r"^(source|header):(\d+):\d+: warning: (.*?) \[", words, re.M)
     return [f"{file} line {line}: {text}" for file, line, text in found]

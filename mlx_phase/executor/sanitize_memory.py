@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_phase.executor import cpu_build
 from mlx_phase.executor.cpu_arrays import address, extent
+from mlx_phase.executor.cpu_launch import Call
 from mlx_phase.executor.sanitize_build import APART
 
 #: How far outside an array an access may land and still be known as that array's.
@@ -109,26 +110,20 @@ class Memory:
     """Guarded copies of all arrays of a launch."""
 
     def __init__(
-        self,
-        shared: tuple[tuple[str, int, int], ...],
-        names: tuple[tuple[str, ...], tuple[str, ...]],
-        arrays: list[mx.array],
-        views: list[memoryview],
-        outputs: list[mx.array],
-        written: bool,
+        self, call: Call, shared: tuple[tuple[str, int, int], ...] = ()
     ) -> None:
-        """``shared``: threadgroup arrays as (name, offset, bytes). ``written``: outputs
-        have a value already."""
+        """``shared``: threadgroup arrays as (name, offset, bytes)."""
         self.named: list[Named] = []
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self._keep: list[object] = []
         self._rows: list[Buffer] = []
         self._rooms: list[tuple[Room, np.ndarray]] = []
-        self._written = written
-        for name, array, view in zip(names[0], arrays, views, strict=True):
+        self._written = call.init_value is not None
+        inputs, outputs = call.names
+        for name, array, view in zip(inputs, call.arrays, call.views, strict=True):
             self._add_input(name, array, view)
-        for name, array in zip(names[1], outputs, strict=True):
+        for name, array in zip(outputs, call.outputs, strict=True):
             self._add_output(name, array)
         self.written: list[np.ndarray] = []
         for name, offset, size in shared:

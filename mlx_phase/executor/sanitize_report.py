@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mlx_phase.executor.cpu_launch import Call
 from mlx_phase.executor.error import SanitizerError
 from mlx_phase.executor.sanitize_build import Place
 from mlx_phase.executor.sanitize_memory import Buffer, Finding, Named
@@ -27,27 +28,28 @@ _CHECKS = {UNWRITTEN: "init", CLASH: "race", GROUPS_CLASH: "race"}
 
 @dataclass(frozen=True)
 class Launch:
-    """What a message needs of a launch. ``grid`` and ``group`` count threads."""
+    """What a message needs of a launch."""
 
-    kernel: str
-    grid: tuple[int, int, int]
-    group: tuple[int, int, int]
+    call: Call
     places: Mapping[int, tuple[Place, ...]]
     named: list[Named]
 
+    def _sizes(self) -> list[tuple[int, int]]:
+        return list(zip(self.call.grid, self.call.group, strict=True))
+
     def threadgroup(self, index: int) -> tuple[int, int, int]:
         """Position of the threadgroup that comes at ``index`` in the grid."""
-        x, y, _ = (-(-n // g) for n, g in zip(self.grid, self.group, strict=True))
+        x, y, _ = (-(-n // g) for n, g in self._sizes())
         return index % x, index // x % y, index // (x * y)
 
     def thread(self, index: int, group: int) -> str:
         """A thread of a threadgroup, with its place in the simdgroup and the grid."""
         at = self.threadgroup(group)
-        size = [
-            min(g, n - p * g) for p, g, n in zip(at, self.group, self.grid, strict=True)
-        ]
+        size = [min(g, n - p * g) for p, (n, g) in zip(at, self._sizes(), strict=True)]
         local = index % size[0], index // size[0] % size[1], index // size[0] // size[1]
-        where = tuple(p * g + k for p, g, k in zip(at, self.group, local, strict=True))
+        where = tuple(
+            p * g + k for p, g, k in zip(at, self.call.group, local, strict=True)
+        )
         return (
             f"thread {index} of threadgroup {at} (simdgroup {index // 32}, lane "
             f"{index % 32}; thread_position_in_grid {where})"
@@ -118,7 +120,7 @@ def error(launch: Launch, found: Finding, rows: list[Buffer]) -> SanitizerError:
     return SanitizerError(
         f"{text} [{_grid(launch)}]",
         _CHECKS.get(found.what, "mem"),
-        launch.kernel,
+        launch.call.kernel,
         own,
         found.thread,
         launch.threadgroup(found.group),
@@ -186,4 +188,4 @@ def _where(named: Named, row: Buffer, pointer: int, index: int, element: str) ->
 
 
 def _grid(launch: Launch) -> str:
-    return f"grid {launch.grid}, threadgroup {launch.group}"
+    return f"grid {launch.call.grid}, threadgroup {launch.call.group}"

@@ -28,8 +28,11 @@ def _without_includes(text: str) -> str:
 def _storage(elem: str, name: str, dims: str, align: str) -> str:
     """A threadgroup variable as a reference, whose declaration tells its size."""
     size = f"(long)msl_storage<sizeof({elem}{dims})>()"
+    # A name of its own: `uint4 (` would be taken for a call.
+    own = f"msl_type_of_{name}"
     return (
-        f"threadgroup {elem} (&{name}){dims} = *(threadgroup {elem} (*){dims}){size};"
+        f"typedef {elem} {own}; "
+        f"threadgroup {own} (&{name}){dims} = *(threadgroup {own} (*){dims}){size};"
     )
 
 

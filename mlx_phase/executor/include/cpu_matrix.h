@@ -64,6 +64,39 @@ inline void multiply(D& d, const A& a, const B& b, float c0, float c1, EmuOp op,
   d.elements[0] = (T)r.c[0];
   d.elements[1] = (T)r.c[1];
 }
+
+#ifndef EMU_SANITIZE
+// A lane's share of a product of 16 x 16 by 16 x 8: the four tiles of a, row by row, the two of b, one above the
+// other, and the two of c.
+struct Sixteen { float a[4][2], b[2][2], c[2][2]; };
+struct MultiplySixteen {
+  void operator()(Sixteen* s, uint32_t count) const {
+    float a[16][16], b[16][8], c[16][8];
+    for (uint32_t l = 0; l < 32; l++) {
+      const Place p = place(l);
+      for (int i = 0; i < 2; i++) {
+        for (int t = 0; t < 4; t++) a[t / 2 * 8 + p.row][t % 2 * 8 + p.col + i] = s[l].a[t][i];
+        for (int t = 0; t < 2; t++) b[t * 8 + p.row][p.col + i] = s[l].b[t][i], c[t * 8 + p.row][p.col + i] = s[l].c[t][i];
+      }
+    }
+    for (int row = 0; row < 16; row++)
+      for (int k = 0; k < 16; k++)
+        for (int col = 0; col < 8; col++) c[row][col] = __builtin_fmaf(a[row][k], b[k][col], c[row][col]);
+    for (uint32_t l = 0; l < 32; l++) {
+      const Place p = place(l);
+      for (int t = 0; t < 2; t++)
+        for (int i = 0; i < 2; i++) s[l].c[t][i] = c[t * 8 + p.row][p.col + i];
+    }
+  }
+};
+__attribute__((noinline)) static void multiply(Sixteen* mine, uint32_t at, const char* file) {
+  EmuLane* self = emu_self();
+  const EmuOp op = EMU_simdgroup_multiply_accumulate;
+  if (self->simd->whole.count != 32)
+    self->worker->fail(self, EMU_MISUSE, op, at, file, "a simdgroup_matrix needs all 32 lanes of the simdgroup");
+  *mine = gather<Whole>(self, *mine, op, at, file, MultiplySixteen())[self->lane];
+}
+#endif
 EMU_UNCHECKED_END
 
 }  // namespace emu
@@ -115,6 +148,22 @@ inline void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, const si
                                           EMU_AT) {
   emu::multiply(d, a, b, (float)c.elements[0], (float)c.elements[1], EMU_simdgroup_multiply_accumulate, at, file);
 }
+
+// Four multiplies in one exchange between lanes, k ascending: c (rows r and r + 8) += a b. Checks and counters see
+// each multiply, so their builds have none of it.
+#ifndef EMU_SANITIZE
+#define MSL_MULTIPLY_16 1
+template <typename P>
+inline void msl_multiply_16(float* c, const P a00, const P a01, const P a10, const P a11, const P b0, const P b1,
+                            EMU_AT) {
+  emu::Sixteen s = {{{(float)a00.x, (float)a00.y}, {(float)a01.x, (float)a01.y},
+                     {(float)a10.x, (float)a10.y}, {(float)a11.x, (float)a11.y}},
+                    {{(float)b0.x, (float)b0.y}, {(float)b1.x, (float)b1.y}},
+                    {{c[0], c[1]}, {c[2], c[3]}}};
+  emu::multiply(&s, at, file);
+  for (int i = 0; i < 4; i++) c[i] = s.c[i / 2][i % 2];
+}
+#endif
 
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;

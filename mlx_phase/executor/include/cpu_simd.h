@@ -10,8 +10,9 @@ namespace emu {
   uint32_t at = EMU_SITE(__builtin_LINE(), __builtin_COLUMN()), const char *file = __builtin_FILE()
 
 // Brings `value` to the meeting. Returns the slots, one per lane, after the last lane ran `finish`.
+// Out of line: inlined into each call it would be most of what a small kernel compiles.
 template <typename T, typename F>
-inline T* meet(EmuLane* self, EmuMeet* m, uint32_t me, const T& value, EmuOp op, uint32_t at, const char* file,
+__attribute__((noinline)) T* meet(EmuLane* self, EmuMeet* m, uint32_t me, const T& value, EmuOp op, uint32_t at, const char* file,
                F finish) {
   static_assert(sizeof(T) <= EMU_VALUE, "a value of more than 64 bytes cannot be exchanged between lanes");
   T* slots = (T*)m->slot[m->generation & 1];

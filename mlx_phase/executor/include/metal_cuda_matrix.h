@@ -55,6 +55,8 @@ template <typename T> struct msl_mma {
   typedef vec<T, 2> pair;
   MSL_FN static pair pack(float low, float high) { return pair(T(low), T(high)); }
   MSL_FN static pair codes4(uint, uint, pair scale, pair) { return scale; }  // never called
+  MSL_FN static pair times(pair a, pair b) { return a * b; }
+  MSL_FN static void ones(pair* a) { a[0] = a[1] = a[2] = a[3] = pack(1, 1); }
 };
 // ONE and MAGIC, twice in a register: 1, and the number whose mantissa counts ones in its lowest bits.
 #define MSL_MMA(T, type, ONE, MAGIC)                                                                         \
@@ -75,6 +77,11 @@ template <typename T> struct msl_mma {
       asm("fma.rn." type "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(c), "r"(scale), "r"(bias));                    \
       return r;                                                                                              \
     }                                                                                                        \
+    MSL_FN static uint times(uint a, uint b) {                                                               \
+      uint r;                                                                                                \
+      asm("fma.rn." type "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));                 \
+      return r;                                                                                              \
+    }                                                                                                        \
     MSL_FN static void k8(float* c, uint a0, uint a1, uint b) {                                              \
       asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type ".f32 "                             \
                    "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                            \
@@ -85,6 +92,10 @@ template <typename T> struct msl_mma {
                    "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                   \
                    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                          \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                  \
+    }                                                                                                        \
+    /* Ones as operand a, in registers that stay neighbours. */                                              \
+    MSL_FN static void ones(uint* a) {                                                                       \
+      for (int i = 0; i < 4; i++) asm volatile("mov.b32 %0, " #ONE ";" : "=r"(a[i]));                        \
     }                                                                                                        \
   };
 MSL_MMA(half, "f16", 0x3c003c00, 0x64006400)
@@ -97,11 +108,32 @@ MSL_FN uint msl_transpose(uint pair) {
   return r;
 }
 
+// Four 8x8 matrices of 16-bit elements from threadgroup memory, a pair of neighbours of each in w. p: row L % 8
+// of matrix L / 8, 16 aligned bytes.
+MSL_FN void msl_load_tiles(const void* p, uint* w) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"((uint)::__cvta_generic_to_shared(p)));
+}
+
 // The low (high) halves of a and b in one register.
 MSL_FN uint msl_low_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x5410); }
 MSL_FN uint msl_high_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x7632); }
 // Four of their eight bytes, the lowest digit of `which` first.
 MSL_FN uint msl_bytes(uint a, uint b, uint which) { return ::__byte_perm(a, b, which); }
+
+// Copies to threadgroup memory that go on in the background, 4, 8 or 16 aligned bytes: commit ends a batch of
+// them, wait<n> waits for all but the last n batches of this thread.
+template <int BYTES> MSL_FN void msl_copy(void* to, const void* from) {
+  const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES) : "memory");
+}
+MSL_FN void msl_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int BATCHES> MSL_FN void msl_copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(BATCHES) : "memory");
+}
 
 // One instruction, exp2f looks after denormal numbers with three more.
 MSL_FN float msl_exp2(float x) {
