@@ -1,0 +1,166 @@
+"""Experts of tiny random models on the kernels: logits, traces, new weights, back."""
+
+import copy
+import pickle
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import tolerance
+from block_models import family
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.gemma4_text import GeGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
+
+import mlx_phase
+from mlx_phase import ops
+from mlx_phase.switch_layers import Gate, gate_of
+
+TOKENS = mx.random.randint(0, 96, (1, 60), key=mx.random.key(4))
+# Experts alone: the rest of a model has tests of its own.
+ONLY = {"attention": False, "steps": False}
+
+
+def run(model: nn.Module) -> mx.array:
+    """Logits of a prompt of 40 tokens, one token and three."""
+    caches, outs = make_prompt_cache(model), []
+    for start, stop in ((0, 40), (40, 41), (41, 44)):
+        outs.append(model(TOKENS[:, start:stop], cache=caches))
+        mx.eval(outs[-1])
+    return mx.concatenate(outs, axis=1)
+
+
+def close(a: mx.array, b: mx.array, limit: float = 2e-5) -> None:
+    np.testing.assert_allclose(a, b, atol=limit * mx.abs(b).max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
+def test_models_give_the_same_logits(name):
+    model = family(name).eval()
+    want = run(model)
+    kinds = {id(m): type(m) for _, m in model.named_modules()}
+    blocks = sum(kind is SwitchGLU for kind in kinds.values())
+    report = mlx_phase.patch(model, **ONLY)
+    assert report.by_kind["QuantizedSwitchLinear"] == 3 * blocks and not report.failed
+    assert report.shared["gate_proj + up_proj + activation"] == blocks
+    assert not [m for m in report.left if "Switch" in m.kind]
+    ops.reset_served()
+    close(run(model), want)
+    calls = {}
+    for kernel, n in ops.served().kernels.items():
+        calls[kernel.split()[0]] = calls.get(kernel.split()[0], 0) + n
+    # Two launches a block: a prompt in tiles, two steps.
+    assert calls["gather_qmm_glu"] == calls["gather_qmm"] == blocks
+    assert calls["gather_glu"] == calls["gather_qmv"] == 2 * blocks
+    assert mlx_phase.unpatch(model).by_kind["QuantizedSwitchLinear"] == 3 * blocks
+    assert {id(m): type(m) for _, m in model.named_modules()} == kinds
+    tolerance.assert_bits(run(model), want)
+
+
+def block(activation=None, seed: int = 0, **form) -> SwitchGLU:
+    mx.random.seed(seed)
+    options = {} if activation is None else {"activation": activation}
+    m = SwitchGLU(128, 64, 4, **options)
+    nn.quantize(m, **({"group_size": 64, "bits": 4} | form))
+    return m.eval()
+
+
+def inputs(rows: int, k: int = 2) -> tuple[mx.array, mx.array]:
+    x = mx.random.normal((1, rows, 128), key=mx.random.key(rows))
+    scores = mx.random.normal((1, rows, 4), key=mx.random.key(rows + 1))
+    # As models make them: a slice of a longer array.
+    return x, mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]
+
+
+def test_rows_have_the_bits_of_single_rows():
+    m, (x, indices) = block(), inputs(16)
+    mlx_phase.patch(m)
+    whole = m(x, indices)
+    for i in range(0, 16, 3):
+        tolerance.assert_bits(
+            m(x[:, i : i + 1], indices[:, i : i + 1]), whole[:, i : i + 1]
+        )
+
+
+def test_new_weights_are_used():
+    m, other, (x, indices) = block(), block(seed=1), inputs(3)
+    want = other(x, indices)
+    mlx_phase.patch(m)
+    m(x, indices)
+    m.update(other.parameters())
+    close(m(x, indices), want)
+    m["up_proj"] = block(seed=2)["up_proj"]
+    # Another layer, which is stock: so is the block.
+    assert type(m) is SwitchGLU
+    close(m(x, indices), type(m).__call__(copy.deepcopy(m), x, indices))
+
+
+def test_training_and_a_kernel_that_is_off_give_it_to_stock():
+    m, (x, indices) = block(), inputs(3)
+    want = m(x, indices)
+    report = mlx_phase.patch(m)
+    m.train()
+    ops.reset_served()
+    tolerance.assert_bits(m(x, indices), want)
+    assert list(ops.served()) == [
+        "layer in training mode: the kernels have no gradient"
+    ]
+    m.eval()
+    close(m(x, indices), want)
+    for checked in report.kernels:
+        ops.disable(checked.kernel, "test")
+    ops.reset_served()
+    tolerance.assert_bits(m(x, indices), want)
+    assert not ops.served().kernels
+
+
+def test_copies_are_stock_outside_and_on_their_own():
+    m, (x, indices) = block(), inputs(2)
+    mlx_phase.patch(m)
+    want = m(x, indices)
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert type(twin) is SwitchGLU
+        close(twin(x, indices), want)
+        twin["gate_proj"]["scales"] = twin["gate_proj"]["scales"] * 0
+    tolerance.assert_bits(m(x, indices), want)
+
+
+def test_other_blocks_share_no_launch_but_use_the_layers(engaged):
+    """An activation that no kernel has, and an MLP of experts without a gate."""
+    mx.random.seed(0)
+    mlp = SwitchMLP(128, 64, 4)
+    nn.quantize(mlp, group_size=64, bits=4)
+    odd = block(activation=lambda up, gate: mx.tanh(gate) * up)
+    for m in (odd, mlp.eval()):
+        # From 64 pairs on they are sorted.
+        for rows in (2, 33):
+            x, indices = inputs(rows)
+            want = m(x, indices)
+            assert not mlx_phase.patch(m).shared
+            with engaged("gather_qm"):
+                close(m(x, indices), want)
+            mlx_phase.unpatch(m)
+
+
+def test_what_stays_stock_is_named():
+    m = block()
+    reasons = {layer.reason for layer in mlx_phase.patch(m, linear=False).left}
+    assert reasons == {"linear=False"} and type(m) is SwitchGLU
+    m["gate_proj"]["scales"] = m["gate_proj"]["scales"].astype(mx.float16)
+    report = mlx_phase.patch(m)
+    assert [(r.path, r.kind) for r in report.left] == [
+        ("gate_proj", "QuantizedSwitchLinear")
+    ]
+    assert "mixed dtypes" in report.left[0].reason and not report.shared
+    assert type(m["up_proj"]) is not QuantizedSwitchLinear
+
+
+def test_activations_are_known_by_what_they_give():
+    assert gate_of(block().activation) == Gate("silu")
+    assert gate_of(GeGLU()) == Gate("gelu_approx")
+    assert gate_of(family("gpt_oss").layers[0].mlp.experts.activation) == (
+        Gate("clipped", 1.702, 7.0)
+    )
+    assert gate_of(lambda up, gate: nn.gelu(gate) * up) is None
+    assert gate_of(lambda up: up) is None
