@@ -9,12 +9,13 @@ import mlx.core as mx
 import numpy as np
 
 from . import check as checks
-from .attention_ops import variant
+from . import gather_check
+from .attention_ops import planned, prepare, variant
 from .check import FLOOR, Checked, rounded
-from .launch.attention import prepare
 from .launch.matmul import device_chip
-from .plan_attention import SdpaPlan, plan_sdpa
-from .problem import Sdpa
+from .plan_attention import MAX_Q_LEN, SdpaPlan
+from .plan_prefill_attention import MIN_STEPS, PrefillPlan
+from .problem import Gather, Sdpa
 
 # Keys beyond whole chunks, so that tails are reached.
 TAIL = 7
@@ -22,10 +23,17 @@ TAIL = 7
 SPARE = 9
 
 
-def small(problem: Sdpa, chosen: SdpaPlan) -> Sdpa:
+def small(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> Sdpa:
     """The same kernel on two rows of two kv heads, a chunk of keys and a tail."""
-    heads, k_len = problem.q_heads // problem.kv_heads, chosen.chunk + TAIL
-    return replace(problem, q_heads=2 * heads, kv_heads=2, batch=2, k_len=k_len)
+    heads, q_len = problem.q_heads // problem.kv_heads, problem.q_len
+    if isinstance(chosen, PrefillPlan):
+        # Where keys are split into chunks at all, so many that there are two.
+        steps = 2 * MIN_STEPS if chosen.threadgroups else 1
+        k_len, q_len = steps * chosen.keys + TAIL, MAX_Q_LEN + 1
+    else:
+        k_len = chosen.chunk + TAIL
+    form = {"q_heads": 2 * heads, "kv_heads": 2, "batch": 2}
+    return replace(problem, **form, q_len=q_len, k_len=k_len)
 
 
 def canary(p: Sdpa, seed: int = 0) -> dict[str, object]:
@@ -116,12 +124,12 @@ def attention(
     return step(weights @ v).astype(np.float32)
 
 
-def _run(p: Sdpa, chosen: SdpaPlan) -> float:
+def _run(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     """Worst error over the allowed one, with several chunks and with one."""
     return max(_error(p, chosen), _error(replace(p, k_len=p.q_len + TAIL), chosen))
 
 
-def _error(p: Sdpa, chosen: SdpaPlan) -> float:
+def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     inputs, scale = canary(p), p.head_dim**-0.5
     arrays = {k: inputs[k] for k in ("mask", "sinks", "lens")}
     call = prepare(p, chosen)
@@ -135,13 +143,13 @@ def _error(p: Sdpa, chosen: SdpaPlan) -> float:
     return float(np.abs(o - right).max() / allowed)
 
 
-def check(problem: Sdpa, chosen: SdpaPlan | None = None) -> Checked:
+def check(problem: Sdpa, chosen: SdpaPlan | PrefillPlan | None = None) -> Checked:
     """Compile and evaluate the kernel planned for a problem, once per process.
 
     A chunk of keys and a tail, and a part of a chunk, stand for any k_len. A kernel
     that does not compile, run or match is switched off for the process.
     """
-    chosen = chosen or plan_sdpa(problem, device_chip())
+    chosen = chosen or planned(problem, device_chip())
     run = partial(_run, small(problem, chosen), chosen)
     return checks.judged(variant(problem, chosen), problem, run)
 
@@ -150,4 +158,6 @@ def probe(problems: tuple, chosen, name: str) -> str | None:
     """The error of a kernel of any family, or None (hook of `routes.set_probe`)."""
     if isinstance(problems[0], Sdpa):
         return check(problems[0], chosen).error
+    if isinstance(problems[0], Gather):
+        return gather_check.check(problems[0], chosen).error
     return checks.probe(problems, chosen, name)

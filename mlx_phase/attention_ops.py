@@ -8,14 +8,20 @@ from functools import partial
 import mlx.core as mx
 
 from .arguments import DTYPES, check_attention, mask_fits
-from .launch.attention import prepare, template
+from .chip import Chip
+from .launch import attention, prefill_attention
 from .launch.matmul import device_chip
 from .plan_attention import MAX_Q_LEN, SdpaPlan, plan_sdpa, supports_sdpa
+from .plan_prefill_attention import (
+    PrefillPlan,
+    bucket,
+    plan_prefill,
+    stays_stock,
+    supports_prefill,
+)
 from .problem import Sdpa
 from .routes import ROUTES, Route, empty_route, new_route, stock_route
 
-PREFILL = f"q_len > {MAX_Q_LEN}: no prefill kernel yet"
-BLOCKS = f"q_len > {MAX_Q_LEN}: cache dequantised, stock attention by blocks of rows"
 # Most bytes of float32 scores that one block of a prefill may take if stock keeps them.
 SCORE_BYTES = 2**28
 # Bound at import, so a hook on the attribute does not call itself.
@@ -30,9 +36,24 @@ _MASKS = {None: "none", "causal": "none", mx.bool_: "bool"}
 Packed = tuple[mx.array, mx.array, mx.array]
 
 
-def variant(problem: Sdpa, chosen: SdpaPlan) -> str:
+def _launcher(chosen: SdpaPlan | PrefillPlan):
+    return prefill_attention if isinstance(chosen, PrefillPlan) else attention
+
+
+def prepare(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> Callable[..., mx.array]:
+    """The launcher of a plan's kernel, see `launch.attention.prepare`."""
+    return _launcher(chosen).prepare(problem, chosen)
+
+
+def planned(problem: Sdpa, chip: Chip) -> SdpaPlan | PrefillPlan:
+    """The plan of a problem; ValueError where no kernel computes it."""
+    many = problem.q_len > MAX_Q_LEN
+    return plan_prefill(problem, chip) if many else plan_sdpa(problem, chip)
+
+
+def variant(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> str:
     """Name of one compiled kernel: equal names are the same compiled text."""
-    given = template(problem, chosen, True)[1:]
+    given = _launcher(chosen).template(problem, chosen, True)[1:]
     # Zeros are what a kernel does without; DIRECT says how many chunks there are.
     tile = [f"{k}={int(v)}" for k, v in given if k[-1] != "E" and k != "DIRECT" and v]
     return " ".join([chosen.kernel, problem.dtype, *tile])
@@ -51,6 +72,8 @@ def _key(q, k, v, mask, sinks, group_size, bits, lens) -> tuple[tuple, int, bool
     On the path of each decode step: no loops where there is nothing to loop over.
     """
     shape = q.shape
+    if shape[2] > MAX_Q_LEN:  # prompts have any length: few routes for all of them
+        shape = *shape[:2], bucket(shape[2]), shape[3]
     more = (
         _kind(mask, shape[2]),
         None if sinks is None else (sinks.shape, sinks.dtype),
@@ -86,7 +109,7 @@ def route(q, k, v, mask=None, sinks=None, group_size=64, bits=8, lens=None) -> R
             return found
     check_attention(q, k, v, mask, sinks, group_size, bits)
     found = _choose(key, q, k, v, mask, sinks, group_size, bits, lens)
-    if found.name == "stock" and q.shape[2] <= MAX_Q_LEN and len(_LEFT) < MAX_LEFT:
+    if found.name == "stock" and len(_LEFT) < MAX_LEFT:
         _LEFT[key] = found
     return found
 
@@ -110,15 +133,13 @@ def _choose(key, q, k, v, mask, sinks, group_size, bits, lens) -> Route:
     kind = _kind(mask, q_len)
     if isinstance(kind, mx.Dtype) and kind not in (mx.bool_, q.dtype, mx.float32):
         return stock_route(f"mask of {kind} for queries of {q.dtype}")
-    if q_len > MAX_Q_LEN:
-        return stock_route(PREFILL if plain else BLOCKS)
     width, group = (8 * q.itemsize, 64) if plain else (bits, group_size)
     problem = Sdpa(
         q_heads=Hq,
         kv_heads=first.shape[1],
         head_dim=D,
         v_head_dim=Dv,
-        q_len=q_len,
+        q_len=q_len if q_len <= MAX_Q_LEN else bucket(q_len),
         batch=B,
         dtype=DTYPES[q.dtype],
         k_bits=width,
@@ -135,9 +156,14 @@ def _choose(key, q, k, v, mask, sinks, group_size, bits, lens) -> Route:
 
 def kernel_route(problem: Sdpa, key: tuple | None = None) -> Route:
     """The kernel of a problem, whatever its k_len; or stock, with the reason."""
-    if reason := supports_sdpa(problem):
+    chip = device_chip()
+    if problem.q_len > MAX_Q_LEN:
+        reason = supports_prefill(problem) or stays_stock(problem, chip)
+    else:
+        reason = supports_sdpa(problem)
+    if reason:
         return stock_route(reason)
-    chosen = plan_sdpa(problem, device_chip())
+    chosen = planned(problem, chip)
     name = variant(problem, chosen)
     make = partial(prepare, problem, chosen)
     return new_route(key or (problem,), (problem,), chosen, name, make)
@@ -177,8 +203,8 @@ def sdpa(
     broadcastable to [B, Hq, q_len, k_len]. sinks [Hq]. A row that sees no key is 0
     where a kernel serves.
 
-    Up to 16 queries go to a kernel; what the kernels do not take goes to stock,
-    counted with the reason in `ops.served()`. Raises ValueError for arguments that do
+    What the kernels do not take, longer prompts above all, goes to stock, counted with
+    the reason in `ops.served()`. Raises ValueError for arguments that do
     not belong together and for sinks on a quantised cache that no kernel takes.
     """
     options = {"scale": scale, "mask": mask, "sinks": sinks}

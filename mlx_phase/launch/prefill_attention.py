@@ -1,0 +1,114 @@
+"""Launchers of attention with many query rows. They run kernels or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import mlx.core as mx
+
+from ..plan_prefill_attention import PrefillPlan, chunks_of, plan_prefill
+from ..problem import Sdpa
+from .attention import MASKS, Cache, padded
+from .matmul import device_chip, kernel
+
+
+def template(problem: Sdpa, p: PrefillPlan, direct: bool) -> list[tuple[str, object]]:
+    """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
+    args = [("T", getattr(mx, problem.dtype))]
+    args += [("D", problem.head_dim), ("DV", problem.v_head_dim)]
+    if p.kernel.endswith("_codes"):
+        for name, bits, group in (
+            ("K", problem.k_bits, problem.k_group),
+            ("V", problem.v_bits, problem.v_group),
+        ):
+            args += [(f"{name}B", min(bits, 16)), (f"{name}G", group)]
+    args += [("R", p.rows), ("SG", p.simdgroups), ("BK", p.keys)]
+    args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
+    return args + [("LENS", problem.lens), ("DIRECT", direct)]
+
+
+def reduce_template(problem: Sdpa) -> list[tuple[str, object]]:
+    """Template arguments of ``sdpa_reduce`` for few chunks of many rows."""
+    args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
+    return args + [("TG", 128), ("SINKS", problem.sinks)]
+
+
+@lru_cache(maxsize=4096)
+def _numbers(scale: float, window: int, causal: bool, chunk: int) -> mx.array:
+    return mx.array([scale, window, causal, chunk], mx.float32)
+
+
+def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.array]:
+    """``f(q, k, v, *, scale, mask=None, sinks=None, lens=None) -> o``.
+
+    Arguments as those of `attention.prepare`, for any q_len and k_len, whatever the
+    problem says; o [B, Hq, q_len, Dv] of q's dtype. ValueError if no kernel supports
+    the problem.
+    """
+    p = p or plan_prefill(problem, device_chip())
+    dtype = getattr(mx, problem.dtype)
+    B, H, DV = problem.batch, problem.q_heads, problem.v_head_dim
+    threads, coded = 32 * p.simdgroups, p.kernel.endswith("_codes")
+
+    @lru_cache(maxsize=256)
+    def launch(q_len: int, chunks: int) -> tuple[dict, dict]:
+        """Arguments of the kernel and, for several chunks, of the one that merges."""
+        direct, rows = chunks == 1, H // problem.kv_heads * q_len
+        tiles = -(-rows // (p.rows * p.simdgroups))
+        many = [(B, H, q_len, chunks, n) for n in (DV, 2)]
+        # [B, q_len, Hq, Dv] in memory is what a model reshapes next, without a copy.
+        whole = [(B, q_len, H, DV)]
+        first = {
+            "template": template(problem, p, direct),
+            "grid": (threads * B * problem.kv_heads, tiles, chunks),
+            "threadgroup": (threads, 1, 1),
+            "output_shapes": [*whole, (1,)] if direct else many,
+            "output_dtypes": [dtype if direct else mx.float32, mx.float32],
+        }
+        args = reduce_template(problem)
+        lanes = dict(args)["TG"]
+        return first, {
+            "template": args,
+            "grid": (lanes, B * H * q_len, 1),
+            "threadgroup": (lanes, 1, 1),
+            "output_shapes": whole,
+            "output_dtypes": [dtype],
+        }
+
+    def call(
+        q: mx.array,
+        k: Cache,
+        v: Cache,
+        *,
+        scale: float,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+        lens: mx.array | None = None,
+    ) -> mx.array:
+        q_len = q.shape[2]
+        k_len = (k if isinstance(k, mx.array) else k[0]).shape[2]
+        chunks = chunks_of(problem, p, q_len, k_len)
+        chunk = -(-k_len // (chunks * p.keys)) * p.keys
+        # Also in the place of what is not there: it is not read.
+        numbers = _numbers(scale, problem.window, problem.causal, chunk)
+        if mask is None:
+            mask = numbers
+        elif mask.ndim != 4:
+            mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+        if coded:
+            k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
+            v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
+            inputs = [q, *k, *v]
+        else:
+            inputs = [q, k, v]
+        inputs += [mask, numbers if sinks is None else sinks]
+        inputs += [numbers if lens is None else lens, numbers]
+        first, merge = launch(q_len, chunks)
+        out, ml = kernel(p.kernel, False)(inputs=inputs, **first)
+        if chunks > 1:
+            inputs = [out, ml, ml if sinks is None else sinks]
+            out = kernel("sdpa_reduce", False)(inputs=inputs, **merge)[0]
+        return out.transpose(0, 2, 1, 3)
+
+    return call

@@ -1,0 +1,35 @@
+"""Prefill attention under every check of the sanitizer: it has nothing to say."""
+
+import mlx.core as mx
+import pytest
+import sdpa_case
+import tolerance
+from test_sdpa_prefill import case
+
+CASES = {
+    "masks_and_window": dict(
+        q_len=19, k_len=70, causal=True, window=40, sinks=True, dtype="float32",
+        mask=sdpa_case.random_mask((1, 4, 19, 70)),
+    ),
+    "codes_lens_and_chunks": dict(
+        k_bits=8, v_bits=4, v_group=32, heads=(2, 1), q_len=3, k_len=520, lens=(510,),
+        causal=True,
+    ),
+    "uneven_head": dict(dims=(72, 72), q_len=9, k_len=49, batch=2, dtype="float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_attention(name, monkeypatch):
+    """Caches are slices of longer ones: what lies between must not be read."""
+    monkeypatch.setenv("MLX_PHASE_EXECUTOR", "cpu")
+    # The states of a single chunk stay unwritten, and the output of empty ones.
+    monkeypatch.setenv("MLX_PHASE_SANITIZE", "all,partial")
+    call = case(**CASES[name])
+    caches = call.caches()
+    if isinstance(caches[0], mx.array):
+        room = [(0, 0), (0, 0), (0, 20), (0, 0)]
+        caches = [mx.pad(a, room)[:, :, : a.shape[2]] for a in caches]
+    plan = call.plan(threadgroups=1000 * (name == "codes_lens_and_chunks"))
+    out = call.run(plan, caches)
+    tolerance.assert_close(out, *call.oracle(), call.problem.dtype)

@@ -1,0 +1,175 @@
+"""Attention of many query rows against the oracle, launched directly: no fallback."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import sdpa_case
+import tolerance
+from test_sdpa_matrix import form, poisoned
+
+from mlx_phase.launch import prefill_attention
+from mlx_phase.plan_prefill_attention import PrefillPlan, chunks_of
+
+NAN = float("nan")
+
+
+class Case(sdpa_case.Case):
+    """A call of the prefill kernels."""
+
+    def run(self, plan: PrefillPlan | None = None, caches: list | None = None):
+        call = prefill_attention.prepare(self.problem, plan or self.plan())
+        k, v = caches or self.caches()
+        return call(self.q, k, v, scale=self.scale, **self.extras)
+
+    def plan(self, rows: int = 8, keys: int = 32, threadgroups: int = 0):
+        coded = min(self.problem.k_bits, self.problem.v_bits) < 16
+        kernel = "sdpa_prefill" + "_codes" * coded
+        return PrefillPlan(kernel, rows, 2, keys, threadgroups, "test")
+
+
+def case(**options) -> Case:
+    return Case(**vars(sdpa_case.case(**options)))
+
+
+FORMS = [
+    ("bfloat16", (64, 64), form(16, 16, 64), 8, 32),
+    ("float16", (72, 72), form(16, 16, 64), 16, 16),
+    ("float32", (112, 112), form(16, 16, 64), 8, 32),
+    ("bfloat16", (192, 128), form(16, 16, 64), 8, 16),
+    ("bfloat16", (64, 64), form(8, 8, 64), 16, 32),
+    ("float16", (128, 64), form(4, 4, 32), 8, 32),
+    ("bfloat16", (64, 64), form(16, 4, 32), 8, 64),
+    ("float32", (64, 64), form(8, 16, 32), 8, 32),
+]
+
+
+@pytest.mark.parametrize("dtype,dims,bits,rows,keys", FORMS, ids=str)
+def test_every_form(dtype, dims, bits, rows, keys):
+    """Rows that end inside a tile, keys inside a step; NaN behind the last key."""
+    made = case(dims=dims, q_len=19, k_len=45, dtype=dtype, causal=True, **bits)
+    plan = made.plan(rows, keys)
+    out = made.check(plan, [poisoned(c) for c in made.caches()])
+    assert mx.isfinite(out).all().item()
+
+
+SIZES = [(1, 1), (17, 17), (17, 3), (1, 40), (16, 64), (33, 65), (40, 96)]
+
+
+@pytest.mark.parametrize("q_len,k_len", SIZES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_tail(q_len, k_len, causal):
+    made = case(heads=(3, 1), q_len=q_len, k_len=k_len, causal=causal)
+    out = made.check(caches=[poisoned(c) for c in made.caches()])
+    if causal and q_len > k_len:
+        assert (out[:, :, : q_len - k_len] == 0).all().item()
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+def test_window(window):
+    made = case(q_len=20, k_len=150, causal=True, window=window)
+    hidden = mx.arange(150)[:, None] < 150 - 20 - window + 1
+    caches = [mx.where(hidden, NAN, a) for a in made.caches()]
+    made.check(caches=caches)
+
+
+MASKS = {
+    "bool": sdpa_case.random_mask((2, 1, 20, 70)),
+    "heads": sdpa_case.random_mask((4, 1, 70)),
+    "nothing": mx.zeros((20, 70), mx.bool_),
+    "additive": sdpa_case.random_mask((1, 4, 20, 70), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_sinks(name):
+    made = case(q_len=20, k_len=70, batch=2, mask=MASKS[name], sinks=True, causal=True)
+    out = made.check()
+    if name == "nothing":
+        assert (out == 0).all().item()
+
+
+def test_a_mask_may_be_a_view():
+    mask = sdpa_case.random_mask((2, 1, 70, 40)).transpose(0, 1, 3, 2)[:, :, ::2]
+    case(q_len=20, k_len=70, batch=2, mask=mask, sinks=True, causal=True).check()
+
+
+def test_lens_end_the_keys_of_each_batch_row():
+    lens = [0, 1, 33, 70]
+    made = case(q_len=20, k_len=70, batch=4, causal=True, lens=lens)
+    there = mx.arange(70)[:, None] < mx.array(lens)[:, None, None, None]
+    out = made.check(caches=[mx.where(there, a, NAN) for a in (made.k, made.v)])
+    assert (out[0] == 0).all().item()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_keys_are_split_where_threadgroups_are_few(window):
+    """Several chunks, of which rows see none of some, are merged with the sinks."""
+    made = case(
+        heads=(2, 1), q_len=18, k_len=600, causal=True, sinks=True, window=window
+    )
+    plans = made.plan(), made.plan(threadgroups=100)
+    chunks = [chunks_of(made.problem, p, 18, 600) for p in plans]
+    assert chunks == [1, 2]
+    for plan in plans:
+        made.check(plan, [poisoned(c) for c in made.caches()])
+
+
+def test_rows_do_not_see_each_other():
+    """Query rows are columns of one multiply: NaN and inf stay in theirs."""
+    made = case(heads=(3, 1), q_len=17, k_len=40, causal=False)
+    out = made.run()
+    for bad in (NAN, float("inf")):
+        mine = mx.arange(17)[:, None] == 2
+        other = replace(made, q=mx.where(mine, made.q, bad).astype(mx.bfloat16))
+        tolerance.assert_bits(other.run()[:, :, 2], out[:, :, 2])
+
+
+def test_views_are_read_in_place():
+    """Strides of a cache and of q, and places that are no multiple of 16 bytes."""
+    made = case(heads=(3, 1), q_len=17, k_len=40, causal=False, batch=2)
+    out = made.run()
+
+    def moved(a: mx.array, shift: int) -> mx.array:
+        flat = mx.concatenate([mx.zeros(shift, a.dtype), a.flatten()])
+        mx.eval(flat)
+        return flat[shift:].reshape(a.shape)
+
+    def by_row(a: mx.array) -> mx.array:
+        return mx.contiguous(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+    for shift in (1, 8):
+        tolerance.assert_bits(
+            made.run(caches=[moved(a, shift) for a in (made.k, made.v)]), out
+        )
+    other = replace(made, q=by_row(made.q))
+    tolerance.assert_bits(other.run(caches=[by_row(a) for a in (made.k, made.v)]), out)
+
+
+PROBES = {
+    "huge scores": lambda q, k, v: (q * 300, k, v),
+    "equal scores": lambda q, k, v: (q * 0, k, v),
+    "one key": lambda q, k, v: (q, k * (1 + 30 * (mx.arange(40) == 7)[:, None]), v),
+    "tiny values": lambda q, k, v: (q, k, v * 1e-30),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes(name):
+    made = case(heads=(3, 1), q_len=17, k_len=40, causal=False)
+    q, k, v = (a.astype(mx.bfloat16) for a in PROBES[name](made.q, made.k, made.v))
+    made = replace(made, q=q, k=k, v=v)
+    tolerance.assert_close(made.run(), *made.oracle(), "bfloat16")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("threadgroups", [0, 10**6])
+def test_on_tensor_cores(bits, dim, threadgroups):
+    made = case(
+        heads=(8, 2), dims=(dim, dim), q_len=300, k_len=1001, causal=True,
+        **form(bits, bits, 64),
+    )  # fmt: skip
+    rows = 16 if dim <= 128 else 8
+    made.check(made.plan(rows, 32, threadgroups))

@@ -1,0 +1,94 @@
+"""Who serves a prompt's attention on which chip, and with which tile."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_phase.chip import CHIPS, lookup
+from mlx_phase.plan_attention import MAX_Q_LEN
+from mlx_phase.plan_prefill_attention import (
+    MAX_TILE_BYTES,
+    bucket,
+    chunks_of,
+    fused,
+    plan_prefill,
+    stays_stock,
+    supports_prefill,
+    tile_bytes,
+)
+from mlx_phase.problem import HEAD_DIM_PAIRS, HEAD_DIMS, Sdpa
+
+PROBLEM = Sdpa(32, 8, 128, 128, q_len=512, causal=True)
+CODES = {"k_bits": 8, "v_bits": 8}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_plan_fits_every_gpu(dtype):
+    for chip in CHIPS:
+        for D, DV in [(d, d) for d in HEAD_DIMS] + list(HEAD_DIM_PAIRS):
+            p = Sdpa(8, 2, D, DV, 64, dtype=dtype)
+            if max(D, DV) > 256:
+                assert "does not fit in registers" in supports_prefill(p)
+                with pytest.raises(ValueError, match="no kernel for"):
+                    plan_prefill(p, chip)
+                continue
+            chosen = plan_prefill(p, chip)
+            assert chosen.rows in (8, 16) and chosen.keys in (16, 32, 64)
+            assert chosen.simdgroups <= 8 and not chosen.exact
+            assert tile_bytes(p, chosen.keys) <= MAX_TILE_BYTES
+
+
+def test_a_plan_depends_on_neither_length_nor_batch():
+    chip = lookup("m2-max")
+    for change in ({"q_len": 17}, {"k_len": 9000}, {"batch": 4}, {"causal": False}):
+        assert plan_prefill(replace(PROBLEM, **change), chip) == plan_prefill(
+            PROBLEM, chip
+        )
+
+
+@pytest.mark.parametrize(
+    "chip, changes, served",
+    [
+        ("m4-max", {}, False),
+        ("m4-max", {"q_len": 32}, True),
+        ("m4-max", {"head_dim": 192}, True),
+        ("m4-max", {"head_dim": 256, "v_head_dim": 256}, True),
+        ("m4-max", CODES, True),
+        ("m5-max", {"q_len": 32}, False),
+        ("m5-max", CODES, False),
+        ("m5-max", {"head_dim": 256, "v_head_dim": 256}, False),
+        ("cpu", {}, True),
+    ],
+)
+def test_stock_stays_where_it_is_not_beaten(chip, changes, served):
+    p, chip = replace(PROBLEM, **changes), lookup(chip)
+    why = stays_stock(p, chip)
+    assert (why is None) == served
+    assert served or why.startswith("q_len > ") and chip.family in why
+
+
+def test_what_stock_fuses():
+    assert fused(PROBLEM, lookup("m1")) and fused(PROBLEM, lookup("h200"))
+    for dim in (112, 192, 256):
+        assert not fused(replace(PROBLEM, head_dim=dim), lookup("m1"))
+    wide = replace(PROBLEM, head_dim=256, v_head_dim=256)
+    assert not fused(wide, lookup("h200"))
+    assert not fused(PROBLEM, lookup("cpu"))
+
+
+def test_prompts_share_plans_by_powers_of_two():
+    assert [bucket(n) for n in (17, 32, 33, 600, 2048)] == [32, 32, 64, 1024, 2048]
+    assert bucket(MAX_Q_LEN + 1) > MAX_Q_LEN
+
+
+def test_keys_are_split_until_the_chip_is_full():
+    p = plan_prefill(PROBLEM, lookup("h200"))
+    assert chunks_of(PROBLEM, p, 2048, 8192) == 1
+    few = chunks_of(PROBLEM, p, 17, 8192)
+    assert 8 < few <= p.threadgroups // 8
+    # A chunk keeps enough steps to pay for the merge, and none is empty.
+    assert chunks_of(PROBLEM, p, 17, 300) == 1
+    for k_len in range(250, 9000, 333):
+        n = chunks_of(PROBLEM, p, 17, k_len)
+        steps = -(-k_len // p.keys)
+        assert (n - 1) * -(-steps // n) < steps
