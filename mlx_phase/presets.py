@@ -11,98 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import llama, qwen3
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from .model_error import ModelError
+from .preset_configs import PRESETS
 
-
-def _llama(
-    hidden: int, inner: int, layers: int, heads: int, factor: float, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        **more,
-    }
-
-
-def _qwen3(
-    hidden: int, inner: int, layers: int, heads: int, tied: bool
-) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": tied,
-    }
-
-
-_PLAIN_ROPE: dict[str, Any] = {"rope_scaling": None, "max_position_embeddings": 32768}
-# Shapes of the published config.json files; `tiny` is nobody's.
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _llama(
-        256,
-        768,
-        4,
-        4,
-        1.0,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        tie_word_embeddings=True,
-        **_PLAIN_ROPE,
-    ),
-    "llama-1b": _llama(2048, 8192, 16, 32, 32.0, head_dim=64, tie_word_embeddings=True),
-    "llama-3b": _llama(3072, 8192, 28, 24, 32.0, tie_word_embeddings=True),
-    "llama-8b": _llama(4096, 14336, 32, 32, 8.0),
-    "llama-70b": _llama(8192, 28672, 80, 64, 8.0),
-    "mistral-7b": _llama(
-        4096,
-        14336,
-        32,
-        32,
-        1.0,
-        vocab_size=32768,
-        **{**_PLAIN_ROPE, "rope_theta": 1000000.0},
-    ),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
-}
-_CLASSES = {"llama": llama, "qwen3": qwen3}
 DTYPES = {
     "float16": mx.float16,
     "bfloat16": mx.bfloat16,
@@ -202,13 +121,16 @@ def model_config(name: str, options: Options) -> dict[str, Any]:
 
 def _skeleton(config: dict[str, Any]) -> nn.Module:
     # Arrays of a fresh module are lazy: never evaluated, they take no memory.
-    module = _CLASSES[config["model_type"]]
-    return module.Model(module.ModelArgs.from_dict(config))
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"] and "lm_head" in model:
+        model.sanitize({})  # no weights of a head: it is tied
+    return model
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding | SwitchLinear):
             yield path, module
 
 
@@ -255,24 +177,30 @@ def build(name: str, options: Options) -> tuple[nn.Module, dict[str, Any]]:
 def _fill(
     module: nn.Module, key: mx.array, options: Options, dtype: mx.Dtype
 ) -> nn.Module:
-    """A layer of the same shape [N, K] with random weights."""
-    N, K = module.weight.shape
+    """A layer of the same shape [N, K], or [experts, N, K], with random weights."""
+    *many, N, K = module.weight.shape
     std = 1.0 / math.sqrt(K)
     if options.plain:
         limit = std * math.sqrt(3.0)
-        module.weight = mx.random.uniform(-limit, limit, (N, K), dtype, key)
+        module.weight = mx.random.uniform(
+            -limit, limit, module.weight.shape, dtype, key
+        )
         return module
     args = {"group_size": options.group, "bits": options.bits, "mode": options.mode}
     if isinstance(module, nn.Embedding):
         result: nn.Module = nn.QuantizedEmbedding(N, K, **args)
+    elif isinstance(module, SwitchLinear):
+        result = QuantizedSwitchLinear(K, N, *many, bias=False, **args)
     else:
         result = nn.QuantizedLinear(K, N, bias=False, **args)
+    if "bias" in module:
+        result.bias = module.bias
     key, scale_key = mx.random.split(key)
-    words = N * K * options.bits // 32
+    words = module.weight.size * options.bits // 32
     # split() returns two random words a key: raw bits, without a float detour.
     packed = mx.random.split(key, (words + 1) // 2).reshape(-1)[:words]
-    result.weight = packed.reshape(N, -1)
-    shape = (N, K // options.group)
+    result.weight = packed.reshape(*many, N, -1)
+    shape = (*many, N, K // options.group)
     spread = mx.random.uniform(0.5, 1.5, shape, mx.float32, scale_key)
     if options.mode == "affine":
         top = 2**options.bits - 1

@@ -1,17 +1,21 @@
-"""A layer's KVCache as a traced step sees it: shapes fixed, offset on the device.
+"""A layer's cache as a traced step sees it: shapes fixed, offsets on the device.
 
-The stock cache slices by a Python number, which would make every step another graph.
-Here the buffers keep their length between growths, new keys go to an offset that is
-an array, and attention is told how many keys there are.
+A stock cache slices by Python numbers, which would make every step another graph. Here
+the buffers keep their length between growths, new keys go to an index that is an
+array, and attention is told how many keys there are (`cache_kinds.py` has the other
+side, on the caches themselves).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from .launch.fused import Rotary
 from .rotary import Rope, angles, same_rope
+
+Packed = tuple[mx.array, mx.array, mx.array]
 
 
 class Untraceable(RuntimeError):
@@ -19,22 +23,27 @@ class Untraceable(RuntimeError):
 
 
 class Position:
-    """Where a step's tokens go, shared by the layers of one trace.
+    """Where a step's tokens go, shared by the layers of one trace that agree on it.
 
-    start: int32 scalar array, keys that exist before the step. length: its tokens.
-    lens: int32 [batch], keys that exist after it.
+    index: int32 [length], where in the buffers the step's keys go. lens: int32 [batch],
+    keys that exist after it. start: int32 position of the first token for rotary
+    embeddings, a scalar or one for each sequence [batch]. left: int32 [batch], keys at
+    the left that are padding, or None.
     """
 
-    def __init__(self, start: mx.array, batch: int, length: int):
-        self.start = start
-        self.index = start + mx.arange(length, dtype=mx.int32)
-        # Kernels read it as it lies in memory, so no broadcast.
-        self.lens = start + mx.full((batch,), length, mx.int32)
+    def __init__(
+        self,
+        index: mx.array,
+        lens: mx.array,
+        start: mx.array,
+        left: mx.array | None = None,
+    ):
+        self.index, self.lens, self.start, self.left = index, lens, start, left
         self._angles: dict[tuple, mx.array] = {}
         self._places: dict[tuple, mx.array] = {}
 
     def places(self, shape: tuple[int, ...]) -> mx.array:
-        """The position of each element of new keys [B, Hkv, L, D] along axis 2."""
+        """The place of each element of new keys [B, Hkv, L, D] along axis 2."""
         if shape not in self._places:
             index = self.index[None, None, :, None]
             self._places[shape] = mx.broadcast_to(index, shape)
@@ -48,24 +57,52 @@ class Position:
             self._angles[key] = angles(rope, rotary, length, self.start)
         return self._angles[key]
 
+    def seen(self, length: int, window: int | None) -> mx.array:
+        """bool [L, length], with padding [B, 1, L, length]: which keys a token sees."""
+        keys, last = mx.arange(length, dtype=mx.int32), self.index[:, None]
+        mask = keys <= last
+        if window is not None:
+            mask = mask & (keys > last - window)
+        if self.left is not None:
+            mask = mask & (keys >= self.left[:, None, None, None])
+        return mask
+
 
 class StepCache:
     """One layer's cache inside the trace; stands in for ``KVCache``."""
 
-    def __init__(self, keys: mx.array, values: mx.array, position: Position):
-        self.keys, self.values, self.position = keys, values, position
+    def __init__(self, buffers: Sequence[mx.array], position: Position):
+        half = len(buffers) // 2
+        self.keys, self.values = (
+            self._whole(buffers[:half]),
+            self._whole(buffers[half:]),
+        )
+        self.position = position
+        # Keys that attention was not asked about: some models attend by themselves.
+        self.unread = False
+
+    def _whole(self, parts: Sequence[mx.array]) -> mx.array | Packed:
+        return parts[0]
+
+    def buffers(self) -> list[mx.array]:
+        """The arrays it was made of, with the step's keys in them."""
+        return [self.keys, self.values]
 
     @property
     def offset(self) -> mx.array:
-        """Position of the step's first token, int32 scalar on the device."""
+        """Position of the step's first token, on the device."""
         return self.position.start
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Write [B, Hkv, L, D] at the offset; gives the whole buffers."""
+    @property
+    def length(self) -> int:
+        """Keys that the buffers have room for."""
+        return self.buffers()[0].shape[2]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        """Write [B, Hkv, L, D] at the index; gives the whole buffers."""
         self.keys = self._put(self.keys, keys)
         self.values = self._put(self.values, values)
+        self.unread = True
         return self.keys, self.values
 
     def _put(self, buffer: mx.array, new: mx.array) -> mx.array:
@@ -75,24 +112,87 @@ class StepCache:
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> str | None:
-        """None or "causal", aligned to the keys there are."""
-        if return_array or window_size is not None:
-            raise Untraceable("the model wants its mask as an array or with a window")
+    ) -> mx.array | str | None:
+        """None, "causal" (aligned to the keys there are) or over the whole buffer."""
+        if window_size is not None or (return_array and N > 1):
+            return self.position.seen(self.length, window_size)
         return None if N == 1 else "causal"
 
 
-def grow(cache: KVCache, need: int) -> None:
-    """Give ``cache`` room for ``need`` keys, at least.
+class QuantizedStep(StepCache):
+    """The same for ``QuantizedKVCache``: keys are (codes, scales, biases)."""
 
-    An eighth more each time, so that a long generation is traced few times.
+    def __init__(
+        self,
+        buffers: Sequence[mx.array],
+        position: Position,
+        group_size: int,
+        bits: int,
+    ):
+        super().__init__(buffers, position)
+        self.group_size, self.bits = group_size, bits
+
+    def _whole(self, parts: Sequence[mx.array]) -> Packed:
+        return tuple(parts)
+
+    def buffers(self) -> list[mx.array]:
+        """The arrays it was made of, with the step's keys in them."""
+        return [*self.keys, *self.values]
+
+    def _put(self, buffer: Packed, new: mx.array) -> Packed:
+        parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
+        return tuple(map(super()._put, buffer, parts))
+
+
+class RotatingStep(StepCache):
+    """The same for ``RotatingKVCache``: one token, or several that do not wrap."""
+
+    def __init__(self, buffers: Sequence[mx.array], position: Position, max_size: int):
+        super().__init__(buffers, position)
+        self.max_size = max_size
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """As the stock cache: a ring holds no key that lies outside the window."""
+        if (window_size or self.max_size) >= self.max_size:
+            return super().make_mask(N, return_array)
+        if N == 1:
+            raise Untraceable("a window smaller than its rotating cache")
+        return super().make_mask(N, return_array, window_size)
+
+
+class BatchStep(StepCache):
+    """The same for ``BatchKVCache``: each sequence begins after its padding."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """bool [B, 1, N, length] over the whole buffer."""
+        return self.position.seen(self.length, window_size)
+
+
+class BatchRotatingStep(StepCache):
+    """The same for ``BatchRotatingKVCache`` and one token.
+
+    rotated: the buffer has wrapped; its oldest key is the one after the new one.
     """
-    length = cache.keys.shape[2]
-    if need <= length:
-        return
-    more = max(need - length, length // 8)
-    more = -(-more // cache.step) * cache.step
-    for name in ("keys", "values"):
-        old = getattr(cache, name)
-        room = mx.zeros((*old.shape[:2], more, old.shape[3]), old.dtype)
-        setattr(cache, name, mx.concatenate([old, room], axis=2))
+
+    def __init__(
+        self, buffers: Sequence[mx.array], position: Position, max_size: int,
+        rotated: bool,
+    ):  # fmt: skip
+        super().__init__(buffers, position)
+        self.max_size, self.rotated = max_size, rotated
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        """bool [B, 1, 1, length] over the whole buffer."""
+        last, left = self.position.index, self.position.left
+        age = last - mx.arange(self.length, dtype=mx.int32)
+        if self.rotated:
+            # This step drops the oldest key, so that padding is one shorter.
+            age, last, left = age % self.length, self.length - 1, left - 1
+        seen = (age >= 0) & (age < min(window_size or self.max_size, self.max_size))
+        return seen & (last - age >= left[:, None, None, None])

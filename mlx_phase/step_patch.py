@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -12,19 +13,24 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from .attention_step import attention_of_step
-from .block import Fused, adopt_block, fused, read, release_block, step, why_not
-from .launch.fused import ACTIVATIONS
+from .block import adopt_block, fused, release_block
+from .block_match import ATTENTION, Fused, Parts, match, read, rope_of
+from .block_step import Memo, Step
+from .cache_groups import grouped
+from .cache_kinds import KINDS
 from .rotary import same_rope
 from .routes import counted
 from .step_cache import Position, StepCache
-from .traced import find_decoder, release_steps, trace_steps, traced
+from .traced import ERRORS, find_decoder, release_steps, trace_steps, traced
 
 # Largest relative difference of a fused block's own part from stock's (2-norm). Stock
 # rounds to the dtype between its layers, a fused launch does not.
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
 # The same for a whole step: rounding grows over the layers, a wrong step is off by 1.
 STEP_TOLERANCE = 0.25
+# Of x for a block, and tokens of a step.
 ROWS = (1, 3)
+TOKENS = ((1, 2, 3, 1, 2, 3),)
 
 
 @dataclass
@@ -33,22 +39,25 @@ class Steps:
 
     decoder: str = ""
     reason: str | None = None
+    several: str | None = None  # why steps of several tokens are not traced
     blocks: Counter[str] = field(default_factory=Counter)
     unfused: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        if self.reason is not None:
-            return f"not traced: {self.reason}"
-        parts = [f"{n} {kind} fused" for kind, n in self.blocks.items()]
+        traced = f"{self.decoder}: one trace a step"
+        parts = [f"not traced: {self.reason}" if self.reason else traced]
+        if self.several and not self.reason:
+            parts.append(f"steps of several tokens not traced: {self.several}")
+        parts += [f"{n} {kind} fused" for kind, n in self.blocks.items()]
         parts += [f"{n} not fused ({why})" for why, n in self.unfused.items()]
-        return f"{self.decoder}: one trace a step; " + "; ".join(parts)
+        return "; ".join(parts)
 
 
 def install(model: nn.Module, check: bool) -> Steps:
     """Trace the model's steps and fuse its blocks, as far as the checks here agree.
 
     Blocks and decoder have their own classes (:func:`remove`). check=False: the
-    structure alone decides, and activations count as SiLU.
+    structure alone decides.
     """
     decoder = find_decoder(model)
     if decoder is None:
@@ -57,26 +66,35 @@ def install(model: nn.Module, check: bool) -> Steps:
     found: list[tuple[nn.Module, Fused]] = []
     verdicts: dict[tuple, Fused | str] = {}
     for block in decoder.layers:
-        verdict = why_not(block)
-        if verdict is None:
+        verdict = match(block)
+        if isinstance(verdict, Parts):
             like = _signature(block)
             if like not in verdicts:
-                verdicts[like] = _judge(block, check)
+                verdicts[like] = _judge(block, verdict, check)
             verdict = verdicts[like]
         if isinstance(verdict, Fused):
-            result.blocks[type(block).__name__] += 1
+            part = "" if verdict.parts.glu else " (attention half)"
+            result.blocks[type(block).__name__ + part] += 1
             found.append((block, verdict))
         else:
             result.unfused[verdict] += 1
+    caches = _caches(model, len(decoder.layers))
+    result.reason = _unknown(caches)
+    expected = None
+    if check and result.reason is None:
+        expected = _stock_steps(decoder, caches)
     try:
         for block, verdict in found:
             adopt_block(block, verdict)
-        if check:
-            result.reason = _compare_steps(model, decoder)
+        if expected is not None:
+            reasons, wrong = _compare(decoder, expected)
+            result.reason, result.several = reasons.get(True), reasons.get(False)
+            if wrong:
+                # Nobody knows which block, so none is fused.
+                remove(decoder.layers)
+                result.blocks.clear()
         if result.reason is None:
             trace_steps(decoder)
-        else:
-            remove(decoder.layers)
     except BaseException:
         # Also on KeyboardInterrupt: never leave a model half patched.
         remove([decoder, *decoder.layers])
@@ -106,51 +124,69 @@ def remove(modules: Iterable[nn.Module]) -> None:
 
 
 def _signature(block: nn.Module) -> tuple:
-    attention = block["self_attn"]
+    """Equal for blocks that compute the same of weights and x."""
+    attention = block[ATTENTION]
     shapes = tuple((k, a.shape, a.dtype) for k, a in tree_flatten(block.parameters()))
+    modules = [m for _, m in block.named_modules()]
     formats = tuple(
-        (m.bits, m.group_size, m.mode)
-        for _, m in block.named_modules()
-        if isinstance(m, nn.QuantizedLinear)
+        (m.bits, m.group_size, m.mode) for m in modules if hasattr(m, "bits")
     )
-    numbers = {
-        k: v for k, v in vars(attention).items() if isinstance(v, int | float | str)
-    }
-    eps = block["input_layernorm"].eps, block["post_attention_layernorm"].eps
-    rope = same_rope(attention["rope"])
-    return type(block), shapes, formats, tuple(sorted(numbers.items())), eps, rope
+    eps = tuple(m.eps for m in modules if hasattr(m, "eps"))
+    numbers = tuple(
+        (k, v)
+        for module in (block, attention)
+        for k, v in sorted(vars(module).items())
+        if isinstance(v, int | float | str) and k not in ("layer_idx", "layer_id")
+    )
+    rope = same_rope(rope_of(attention))
+    return type(block), shapes, formats, numbers, eps, rope
 
 
-def _judge(block: nn.Module, check: bool) -> Fused | str:
+def _judge(block: nn.Module, parts: Parts, check: bool) -> Fused | str:
     """How the block is fused, or why it is not."""
-    if not check:
-        return read(block, "silu")
-    worst = []
-    for activation in ACTIVATIONS:
-        found = read(block, activation)
-        off = max(_difference(block, found, rows) for rows in ROWS)
-        if off <= 1:
+    try:
+        found = read(block, parts)
+        if isinstance(found, str) or not check:
             return found
-        worst.append(off)
-    return f"differs from stock {min(worst):.1f} times as much as its dtype allows"
+        off = max(_difference(block, found, rows) for rows in ROWS)
+    except ERRORS as e:
+        return f"cannot be compared with stock ({type(e).__name__}: {e})"
+    if off <= 1:
+        return found
+    return f"differs from stock {off:.1f} times as much as its dtype allows"
+
+
+class _Same(nn.Module):
+    """Stands for experts, whose choice may hang on the last bit of x."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x
 
 
 def _difference(block: nn.Module, found: Fused, rows: int) -> float:
     """Fused against stock on random x, in units of what is allowed."""
-    norm = block["input_layernorm"]["weight"]
+    norm = next(block[n]["weight"] for n in found.parts.norms if n)
     key = mx.random.key(rows)
     x = mx.random.normal((1, rows, norm.size), norm.dtype, key=key)
     shape = (1, found.kv_heads, 16, found.head_dim)
-    k, v = (mx.random.normal(shape, norm.dtype, key=mx.random.key(i)) for i in (7, 8))
+    kv = [mx.random.normal(shape, norm.dtype, key=mx.random.key(i)) for i in (7, 8)]
     mask = None if rows == 1 else "causal"
+    name, mlp = found.parts.mlp, block[found.parts.mlp]
 
     def run(call: Callable) -> mx.array:
-        position = Position(mx.array(9, mx.int32), 1, rows)
-        with counted(), attention_of_step(position.lens):
-            return call(x, mask, StepCache(k, v, position)).astype(mx.float32)
+        index = mx.arange(9, 9 + rows, dtype=mx.int32)
+        at = Position(index, mx.array([9 + rows], mx.int32), index[0])
+        cache = StepCache(kv, at)
+        with counted(), attention_of_step([cache]):
+            return call(x, mask, cache).astype(mx.float32)
 
-    ours = run(lambda *a: step(block, found, *a))
-    stock = run(lambda *a: type(block).__call__(block, *a))
+    try:
+        if not found.parts.glu:
+            block[name] = _Same()
+        ours = run(Step(block, found, Memo()))
+        stock = run(lambda *a: type(block).__call__(block, *a))
+    finally:
+        block[name] = mlp
     allowed = TOLERANCE[norm.dtype] * mx.linalg.norm(stock - x.astype(mx.float32))
     # x itself is rounded once more when the block adds to it.
     allowed += mx.finfo(norm.dtype).eps * mx.linalg.norm(stock)
@@ -158,38 +194,53 @@ def _difference(block: nn.Module, found: Fused, rows: int) -> float:
     return off if off == off else float("inf")
 
 
-def _compare_steps(model: nn.Module, decoder: nn.Module) -> str | None:
-    """Why a traced step of a short prompt is not what stock's layers give."""
-    layers = len(decoder.layers)
+def _caches(model: nn.Module, layers: int) -> list:
     if hasattr(model, "make_cache"):
-        kinds = {type(c) for c in model.make_cache()} - {KVCache}
-        if kinds:
-            names = ", ".join(sorted(k.__name__ for k in kinds))
-            return f"the model keeps {names}, traces take KVCache"
-    tokens = mx.array([[1, 2, 3, 1, 2]])
-    kind = type(decoder)
+        return model.make_cache()
+    return [KVCache() for _ in range(layers)]
 
-    def run(at: list[KVCache], start: int, stop: int) -> mx.array:
-        return decoder(tokens[:, start:stop], at)[:, -1].astype(mx.float32)
 
+def _unknown(caches: list) -> str | None:
+    """Which of a model's caches no trace takes."""
+    kinds = {type(c) for c in caches} - KINDS.keys()
+    if not kinds:
+        return None
+    names = ", ".join(sorted(k.__name__ for k in kinds))
+    known = ", ".join(k.__name__ for k in KINDS)
+    return f"the model keeps {names}, traces take {known}"
+
+
+def _last(decoder: nn.Module, caches: list, start: int, stop: int) -> mx.array:
     with counted():
-        caches = [KVCache() for _ in range(layers)]
-        run(caches, 0, 3)
-        mx.eval([c.state for c in caches])
-        copies = [KVCache() for _ in range(layers)]
-        for copy, cache in zip(copies, caches, strict=True):
-            copy.keys, copy.values = cache.keys + 0, cache.values + 0
-            copy.offset = cache.offset
-        want = run(caches, 3, 5)
-        trace_steps(decoder)
-        try:
-            have = run(copies, 3, 5)
-            why = decoder._steps.reason
-        finally:
-            release_steps(decoder)
-    if why is not None:
-        return f"{kind.__name__} cannot be traced ({why})"
-    off = (mx.linalg.norm(have - want) / mx.linalg.norm(want)).item()
-    if not off <= STEP_TOLERANCE:
-        return f"a traced step differs from stock by {off:.2f} of its size"
-    return None
+        tokens = mx.array(TOKENS)[:, start:stop]
+        return decoder(tokens, caches)[:, -1].astype(mx.float32)
+
+
+def _stock_steps(decoder: nn.Module, caches: list) -> list[tuple]:
+    """Steps of one token and, if caches take it, of three: (length, result, caches as
+    they were before it)."""
+    _last(decoder, caches, 0, 3)
+    mx.eval([c.state for c in caches])
+    steps = []
+    for length in ROWS:
+        if grouped(caches, length):
+            mine = deepcopy(caches)
+            steps.append(
+                (length, _last(decoder, mine, 3, 3 + length), deepcopy(caches))
+            )
+    return steps
+
+
+def _compare(decoder: nn.Module, steps: list[tuple]) -> tuple[dict[bool, str], bool]:
+    """Why steps of one token (True) and of several are not traced; is one wrong."""
+    trace_steps(decoder)
+    try:
+        for length, want, caches in steps:
+            have = _last(decoder, caches, 3, 3 + length)
+            off = (mx.linalg.norm(have - want) / mx.linalg.norm(want)).item()
+            if not off <= STEP_TOLERANCE:
+                why = f"a step differs from stock by {off:.2f} of its size"
+                return {True: why, False: why}, True
+        return dict(decoder._steps.reasons), False
+    finally:
+        release_steps(decoder)

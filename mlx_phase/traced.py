@@ -1,8 +1,8 @@
 """One trace per decode step: the layers of a model as a single compiled call.
 
 A decode step is bound by the host, and building its graph in Python is half of that.
-The stock code of the model runs once, on caches whose offset is an array
-(`step_cache.py`); later steps replay that graph.
+The stock code of the model runs once, on stand-ins of its caches whose offsets are
+arrays (`step_cache.py`); later steps replay that graph.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from . import routes
 from .attention_step import attention_of_step
+from .cache_groups import Form, Group, fit_empty, grouped
 from .class_swap import copied, mixed, swap_back
 from .executor import executor_name
 from .ops import Route, counted
 from .plan import MAX_M
-from .step_cache import Position, StepCache, Untraceable, grow
+from .step_cache import Untraceable
 
 # Traces kept: one per number of rows and length of the buffers.
 MAX_TRACES = 16
+# Of a model's own code that is given arrays where it counts in Python.
+ERRORS = (Untraceable, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 class Trace:
@@ -62,92 +64,91 @@ class Steps:
 
     def __init__(self, decoder: nn.Module):
         self._decoder = weakref.ref(decoder)
-        self.reason: str | None = None
+        # Why steps of one token (True), and of several, cannot be traced.
+        self.reasons: dict[bool, str] = {}
+        # Arrays that the last step left in caches of batches, for each group.
+        self._left: list[list[tuple] | None] = []
         self._forget()
 
     def _forget(self) -> None:
         self._traces: dict[tuple, Trace] = {}
         self._made_from: tuple[list, ...] | None = None
 
-    def takes(self, tokens: mx.array, caches: list | None) -> bool:
-        """Whether a call is a decode step that can be traced."""
-        return self._fits(tokens, caches) and all(
-            c.keys is not None and c.offset == caches[0].offset for c in caches
-        )
+    def takes(self, tokens: mx.array, caches: list | None) -> tuple | None:
+        """The groups of a decode step's caches; None if it cannot be traced."""
+        if not self._fits(tokens, caches):
+            return None
+        found = grouped(caches, tokens.shape[1])
+        left, self._left = self._left, []
+        if found is not None:
+            left += [None] * len(found[0])
+            if all(map(Group.agree, found[0], left)):
+                return found
+        return None
 
     def starts(self, tokens: mx.array, caches: list | None) -> bool:
         """Whether a call is a short prompt on new caches, which have no buffers yet."""
-        return (
-            self._fits(tokens, caches)
-            and tokens.shape[1] > 1
-            and all(c.keys is None for c in caches)
-        )
+        if not self._fits(tokens, caches) or tokens.shape[1] == 1:
+            return False
+        return fit_empty(caches, tokens.shape[1])
 
     def _fits(self, tokens: mx.array, caches: list | None) -> bool:
-        """Whether there are as few rows, and such caches, as traces take."""
-        if self.reason is not None or not caches or tokens.ndim != 2:
+        """Whether there are as few rows, and as many caches, as traces take."""
+        if not caches or tokens.ndim != 2 or tokens.shape[1] == 0:
             return False
         decoder = self._decoder()
         return (
             0 < tokens.size <= MAX_M
+            and (tokens.shape[1] == 1) not in self.reasons
             and not decoder._train
             and len(caches) == len(decoder.layers)
-            and all(type(c) is KVCache for c in caches)
         )
 
-    def run(self, tokens: mx.array, caches: list[KVCache]) -> mx.array | None:
+    def run(
+        self, tokens: mx.array, groups: list[Group], layout: tuple
+    ) -> mx.array | None:
         """The step's output [B, L, hidden], caches advanced; None: not traceable.
 
-        The caches' content changes only when the step has been built.
+        groups, layout: of `takes`. The caches' content changes only when the step has
+        been built.
         """
-        start, length = caches[0].offset, tokens.shape[1]
-        for cache in caches:
-            grow(cache, start + length)
-        keys = caches[0].keys
-        key = (tokens.shape, tokens.dtype, keys.shape, keys.dtype)
+        L = tokens.shape[1]
+        args = [group.inputs(*tokens.shape) for group in groups]
+        forms = [group.form() for group in groups]
+        key = (tokens.shape, tokens.dtype, layout, *forms)
         trace = self._traces.get(key)
         if trace is not None and (trace.stale() or not self._unchanged()):
             self._forget()
             trace = None
-        args = [tokens, mx.array(start, mx.int32)]
-        args += [a for c in caches for a in (c.keys, c.values)]
         if trace is None:
-            trace = self._new(key)
+            trace = self._new(key, layout, forms)
             try:
-                h, *buffers = trace.call(*args)
-            except (
-                Untraceable,
-                AttributeError,
-                TypeError,
-                ValueError,
-                RuntimeError,
-            ) as e:
-                # The model's own code, given arrays where it counts in Python.
-                self.reason = f"{type(e).__name__}: {e}"
-                self._forget()
+                h, *outs = trace.call(tokens, *args)
+            except ERRORS as e:
+                self.reasons[L == 1] = f"{type(e).__name__}: {e}"
+                del self._traces[key]
                 return None
         else:
-            h, *buffers = trace.call(*args)
+            h, *outs = trace.call(tokens, *args)
         del args  # the last reference lets a buffer be written in place
         trace.count()
-        for i, cache in enumerate(caches):
-            cache.keys, cache.values = buffers[2 * i], buffers[2 * i + 1]
-            cache.offset = start + length
+        self._left = [g.note(L, out) for g, out in zip(groups, outs, strict=True)]
         return h
 
-    def _new(self, key: tuple) -> Trace:
+    def _new(self, key: tuple, layout: tuple, forms: list[Form]) -> Trace:
         while len(self._traces) >= MAX_TRACES:
             del self._traces[next(iter(self._traces))]
         decoder, stock = self._decoder, self._decoder()._untraced
         trace = self._traces[key] = Trace()
 
-        def step(tokens: mx.array, start: mx.array, *buffers: mx.array):
-            position = Position(start, *tokens.shape)
-            pairs = zip(buffers[::2], buffers[1::2], strict=True)
-            caches = [StepCache(k, v, position) for k, v in pairs]
-            with attention_of_step(position.lens):
+        def step(tokens: mx.array, *groups: list[mx.array]):
+            views = [form.views(a) for form, a in zip(forms, groups, strict=True)]
+            turns = [iter(v) for v in views]
+            caches = [next(turns[group]) for group in layout]
+            with attention_of_step(caches):
                 h = stock.__call__(decoder(), tokens, caches)
-            return [h, *(a for c in caches for a in (c.keys, c.values))]
+            L = tokens.shape[1]
+            return [h, *(f.results(v, L) for f, v in zip(forms, views, strict=True))]
 
         def traced_step(*args):
             # Runs once a stream. Calls are counted by each replay, so not here.
@@ -202,8 +203,8 @@ class _Traced:
     def __call__(self, inputs, cache=None, *args, **options):
         steps = self._steps
         plain = not options and all(a is None for a in args)
-        if plain and steps.takes(inputs, cache):
-            if (h := steps.run(inputs, cache)) is not None:
+        if plain and (found := steps.takes(inputs, cache)):
+            if (h := steps.run(inputs, *found)) is not None:
                 return h
         elif plain and steps.starts(inputs, cache):
             # Rows after the first run as they would one by one: the same bits.
