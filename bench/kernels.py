@@ -2,6 +2,7 @@
 
     python bench/kernels.py --suite decode --json bench/results/h200.jsonl
     python bench/kernels.py --suite small_m --json bench/results/h200.jsonl
+    python bench/kernels.py --suite prefill --json bench/results/h200.jsonl
     python bench/kernels.py --suite attention --json bench/results/h200.jsonl
     python bench/kernels.py --suite host
     python bench/kernels.py --suite e2e --models llama-8b,llama-1b --tokens 128
@@ -30,6 +31,8 @@ from mlx_phase.bench import (
     endtoend,
     gpu_time,
     kernel_suite,
+    moe_suite,
+    prefill_suite,
     record,
     small_m_suite,
     table,
@@ -41,13 +44,13 @@ from mlx_phase.bench.prompts import random_ids
 from mlx_phase.executor import ExecutorError
 from mlx_phase.model_error import ModelError
 from mlx_phase.models import load
-from mlx_phase.plan import supports
 from mlx_phase.problem import FP_MODES, Matmul
 
 Row = dict[str, Any]
 HOST = Matmul(1, 512, 512)
 ALL_ROWS = ",".join(map(str, small_m_suite.ROWS))
-SUITES = ("decode", "small_m", "attention", "host", "e2e")
+PREFILL_ROWS = ",".join(map(str, prefill_suite.ROWS))
+SUITES = ("decode", "small_m", "prefill", "attention", "moe", "host", "e2e")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +116,7 @@ def chosen_cases(args: argparse.Namespace, suite: Any, all_rows: str) -> list[Ma
             for m in rows
         ]
     for case in cases:
-        if reason := supports(case):
+        if reason := suite.supports(case):
             raise BenchError(f"{kernel_suite.describe(case)}: {reason}")
     return cases
 
@@ -166,6 +169,13 @@ def attention_rows(
     options["dtypes"] = args.dtypes.split(",") if args.dtypes else None
     cases = attention_suite.chosen_cases(options, args.quick)
     return sweep("attention", attention_suite, cases, args, env, err)
+
+
+def moe_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+    """Rows of the suite of experts, as `matmul_rows`; --rows are tokens."""
+    rows = args.rows and numbers(args.rows, "--rows")
+    cases = moe_suite.chosen(rows, args.quick, env)
+    return sweep("moe", moe_suite, cases, args, env, err)
 
 
 def sweep(
@@ -229,7 +239,10 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[R
             host_steps=0 if env.executor == "cpu" else 20,
         )
         with err.status(f"{loaded.name}: stock and patched"):
-            result = endtoend.measure(loaded.model, job, mlx_phase.patched)
+            events = gpu_time.cuda_events if env.executor == "cuda" else None
+            result = endtoend.measure(
+                loaded.model, job, mlx_phase.patched, events=events
+            )
         found = endtoend.rows(result, env)
         table.show(Console(), result, found, env, loaded.source)
         rows += found
@@ -240,7 +253,9 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[R
 RUN: dict[str, Callable[..., list[Row]]] = {
     "decode": partial(matmul_rows, "decode", kernel_suite, "1"),
     "small_m": partial(matmul_rows, "small_m", small_m_suite, ALL_ROWS),
+    "prefill": partial(matmul_rows, "prefill", prefill_suite, PREFILL_ROWS),
     "attention": attention_rows,
+    "moe": moe_rows,
     "host": host_rows,
     "e2e": e2e_rows,
 }
@@ -248,8 +263,8 @@ RUN: dict[str, Callable[..., list[Row]]] = {
 
 def show(rows: list[Row]) -> None:
     """Print per-kernel rows of one suite."""
-    own = {"attention": attention_suite, "small_m": small_m_suite}
-    suite = own.get(rows[0]["suite"], kernel_suite)
+    own = {"attention": attention_suite, "small_m": small_m_suite, "moe": moe_suite}
+    suite = (own | {"prefill": prefill_suite}).get(rows[0]["suite"], kernel_suite)
     Console(width=None if sys.stdout.isatty() else 200).print(suite.table(rows))
     for note in sorted({r["note"] for r in rows if r["note"]}):
         print(note)

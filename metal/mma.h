@@ -94,6 +94,9 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> tile(const F x, const F y) {
 template <typename T>
 METAL_FUNC void mma16(
     thread float* c, OPERAND a00, OPERAND a10, OPERAND a01, OPERAND a11, OPERAND b0, OPERAND b1) {
+#ifdef MSL_MULTIPLY_16
+  msl_multiply_16(c, a00, a01, a10, a11, b0, b1);
+#else
   typedef typename Operand<T>::element F;
   simdgroup_matrix<F, 8, 8> m00 = tile<F>(a00.x, a00.y), m10 = tile<F>(a10.x, a10.y);
   simdgroup_matrix<F, 8, 8> m01 = tile<F>(a01.x, a01.y), m11 = tile<F>(a11.x, a11.y);
@@ -105,6 +108,7 @@ METAL_FUNC void mma16(
   simdgroup_multiply_accumulate(low, m11, n1, low);
   c[0] = top.thread_elements()[0]; c[1] = top.thread_elements()[1];
   c[2] = low.thread_elements()[0]; c[3] = low.thread_elements()[1];
+#endif
 }
 #ifdef MSL_TENSOR_CORES
 template <typename T>

@@ -1,21 +1,4 @@
-// Rows in memory, plain or of codes, as operands of mma16.
-
-// NW words; WIDE: p is aligned for a vector of them.
-template <int NW, bool WIDE, typename Data>
-METAL_FUNC void load_run(const device Data* p, thread uint* w) {
-  if (WIDE && NW == 4) {
-    const uint4 v = *(const device uint4*)p;
-    w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
-  } else if (WIDE && NW == 2) {
-    const uint2 v = *(const device uint2*)p;
-    w[0] = v.x; w[1] = v.y;
-  } else if (WIDE || sizeof(Data) == 4) {
-    UNROLL for (int i = 0; i < NW; i++) w[i] = ((const device uint*)p)[i];
-  } else {
-    const device ushort* h = (const device ushort*)p;
-    UNROLL for (int i = 0; i < NW; i++) w[i] = h[2 * i] | uint(h[2 * i + 1]) << 16;
-  }
-}
+// Rows of codes in memory as operands of mma16.
 
 // Eight elements of a run of codes.
 template <typename T, int BITS>
@@ -57,24 +40,11 @@ METAL_FUNC void along(
     UNROLL for (int i = 0; i < E / 2; i++) a[i] = pair_of<T>(v[element<BITS>(i)], v[element<BITS>(i) + partner<BITS>()]);
   }
 }
-// A run of 8 columns as the other operand: b[RUN / 2] pairs that meet those of `along`. own: the run
-// of this lane in column TILE_ROW. x and y: that of lane TILE_ROW / 2 in the two columns of a tile
-// that this lane holds. Tensor cores want the one, others have the other.
+// Both parts at once, with pairs that meet those of `along`.
 template <typename T, int BITS, int RUN, bool WIDE, typename Data>
 METAL_FUNC void load_columns(
     const device Data* own, const device Data* x, const device Data* y, const int row, thread PAIR(T)* b) {
-#ifdef MSL_TENSOR_CORES
-  if (sizeof(T) == 2) {
-    UNROLL for (int j = 0; j < RUN; j += 8) {
-      uint w[4];
-      load_run<RUN < 8 ? RUN / 2 : 4, WIDE>(own + j, w);
-      UNROLL for (int i = 0; i < (RUN < 8 ? RUN / 2 : 4); i++)
-        b[j / 2 + i] = partner<BITS>() == 4 ? pair_across<T>(w, w + 2, i) : pair_at<T>(w, i);
-    }
-    return;
-  }
-#endif
-  const int k = row % 2 * partner<BITS>();
-  UNROLL for (int i = 0; i < RUN / 2; i++)
-    b[i] = to_b<T>(pair_of<T>(float(x[element<BITS>(i) + k]), float(y[element<BITS>(i) + k])));
+  PAIR(T) f[RUN / 2];
+  fetch_columns<T, partner<BITS>(), RUN, WIDE>(own, x, y, row, f);
+  arrange<T, partner<BITS>(), RUN>(f, b);
 }

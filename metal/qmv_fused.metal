@@ -61,13 +61,6 @@ METAL_FUNC void set_rows(
   at.b2 = b + (size_t)second * G;
 }
 
-template <int ACT>
-METAL_FUNC float activate(const float g) {
-  if (ACT == 0) return g / (1.0f + exp(-g));
-  // 0.5 g (1 + tanh z) = g / (1 + exp(-2 z)): tanh of a large z is NaN where math is fast
-  return g / (1.0f + exp(-1.5957691216f * fma(0.044715f * g * g, g, g)));
-}
-
 //! kernel qmv_add (x, w, s, b, res) -> (y)
 // y = res + x W^T: o_proj and down_proj with their residual
 const int A = R * M, N = w_shape[0], KW = w_shape[1], K = KW * 32 / bits;

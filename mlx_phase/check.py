@@ -19,7 +19,9 @@ from .launch.decode import prepare
 from .launch.matmul import device_chip, narrow_loads, prepare_shared
 from .layers import forget_routes
 from .ops import Problems, disable, prepare_again, variant
-from .plan import Plan, plan_launch
+from .plan import Plan
+from .plan_exact import CodesPlan, plan_launch
+from .plan_qmm import TilePlan
 from .problem import Matmul
 
 # Times the largest magnitude of the right answer, beside 2 x the dense error.
@@ -77,11 +79,16 @@ def rounded(a: np.ndarray, dtype: str) -> np.ndarray:
     return np.array(mx.array(a).astype(getattr(mx, dtype)).astype(mx.float32))
 
 
-def small(problems: Problems) -> Problems:
-    """The same kernels at canary size: N and K small, tails reached."""
+def small(problems: Problems, chosen: Plan | None = None) -> Problems:
+    """The same kernels at canary size: N and K small, tails reached; M of a tile."""
     group = max(problems[0].group_size, 1)
     k = K_CANARY if K_CANARY % group == 0 else K_CANARY + 64
-    return tuple(replace(p, N=N_CANARY + i, K=k) for i, p in enumerate(problems))
+    if isinstance(chosen, TilePlan):
+        problems = tuple(replace(p, M=chosen.tile.BM + 5) for p in problems)
+    n = N_CANARY
+    if isinstance(chosen, CodesPlan):
+        n, k = n + chosen.rows, 5 * chosen.groups * group
+    return tuple(replace(p, N=n + i, K=k) for i, p in enumerate(problems))
 
 
 def canary(problem: Matmul, seed: int = 0) -> tuple[list[mx.array], np.ndarray]:
@@ -178,7 +185,7 @@ def check(*problems: Matmul, chosen: Plan | None = None) -> Checked:
     """
     problem = problems[0]
     chosen = chosen or plan_launch(problems, device_chip())
-    run = partial(_run, small(problems), chosen)
+    run = partial(_run, small(problems, chosen), chosen)
     return judged(variant(problem, chosen), problem, run)
 
 

@@ -28,7 +28,15 @@ from .doctor_attention import rows as attention_rows
 from .doctor_fused import FusedRow
 from .doctor_fused import examine as examine_fused
 from .doctor_fused import rows as fused_rows
-from .doctor_kernels import Examined, Row, examine, matrix_rows, rows
+from .doctor_kernels import (
+    Examined,
+    Row,
+    codes_rows,
+    examine,
+    matrix_rows,
+    prefill_rows,
+    rows,
+)
 from .doctor_machine import facts
 from .executor import ExecutorError
 from .launch.matmul import narrow_loads
@@ -115,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def everything(quick: bool) -> list[Row | Sdpa | FusedRow]:
     """What is examined: kernels of matmuls, of attention, of fused blocks."""
-    own = [*rows(quick), *matrix_rows(quick)]
+    own = [*rows(quick), *codes_rows(quick), *matrix_rows(quick)]
+    own += prefill_rows(quick)
     return [*own, *fused_rows(quick), *attention_rows(quick)]
 
 

@@ -12,7 +12,9 @@ from .attention_check import canary, check, small
 from .doctor_kernels import Examined, examined
 from .launch.attention import prepare
 from .launch.matmul import device_chip
-from .plan_attention import plan_sdpa, supports_sdpa
+from .launch.prefill_attention import prepare as prepare_prefill
+from .plan_attention import MAX_Q_LEN, plan_sdpa, supports_sdpa
+from .plan_prefill_attention import plan_prefill, stays_stock, supports_prefill
 from .problem import (
     CACHE_BITS,
     CACHE_GROUPS,
@@ -23,12 +25,16 @@ from .problem import (
 )
 
 Q_LEN = 4
+PROMPT = 2 * MAX_Q_LEN
 # Query heads of a kv head.
 HEADS = 4
 
 
 def rows(quick: bool) -> list[Sdpa]:
-    """A few queries for each head size, dtype and cache; ``quick``: each in turn."""
+    """A few queries for each head size, dtype and cache; ``quick``: each in turn.
+
+    Then prompts, where the kernels take them on this chip.
+    """
     plain = (16, 64)
     if quick:
         cases = (
@@ -41,8 +47,12 @@ def rows(quick: bool) -> list[Sdpa]:
         sizes = [(d, d) for d in HEAD_DIMS] + list(HEAD_DIM_PAIRS)
         caches = [plain, *product(CACHE_BITS, CACHE_GROUPS)]
         cases = product(sizes, DTYPE_BYTES, caches)
-    found = [_row(*case) for case in cases]
-    return [p for p in found if supports_sdpa(p) is None]
+    found = [p for p in (_row(*case) for case in cases) if supports_sdpa(p) is None]
+    chip = device_chip()
+    for p in [replace(p, q_len=PROMPT) for p in (found[1:3] if quick else found)]:
+        if not (supports_prefill(p) or stays_stock(p, chip)):
+            found.append(p)
+    return found
 
 
 def _row(dims: tuple[int, int], dtype: str, cache: tuple[int, int]) -> Sdpa:
@@ -52,8 +62,14 @@ def _row(dims: tuple[int, int], dtype: str, cache: tuple[int, int]) -> Sdpa:
 
 
 def examine(problem: Sdpa, clock=time.perf_counter) -> Examined:
-    """Check the kernels for one query and for several; compare the bits of the rows."""
+    """Check the kernels for one query and for several; compare the bits of the rows.
+
+    A prompt has no exact rows: its kernel is checked and timed.
+    """
     many = check(problem)
+    if problem.q_len > MAX_Q_LEN:
+        first = replace(many, ms=0.0)
+        return examined(first, many, PROMPT, "", lambda: (None, _time(problem, clock)))
     first = check(replace(problem, q_len=1, causal=False))
     n = problem.q_len
     return examined(first, many, n, f"{n} queries", lambda: _exact(problem, clock))
@@ -76,6 +92,16 @@ def _exact(problem: Sdpa, clock) -> tuple[bool, float]:
         if not mx.array_equal(o, whole[:, :, i : i + 1], equal_nan=True).item():
             return False, ms
     return True, ms
+
+
+def _time(problem: Sdpa, clock) -> float:
+    """Milliseconds of a launch for a prompt."""
+    p = small(problem, plan_prefill(problem, device_chip()))
+    inputs, run = canary(p), prepare_prefill(p)
+    mx.eval(*(inputs[name] for name in "qkv"))
+    start = clock()
+    mx.eval(run(*(inputs[name] for name in "qkv"), scale=p.head_dim**-0.5))
+    return 1e3 * (clock() - start)
 
 
 def _first(cache, keys: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,13 +17,14 @@ from .launch.fused import (
     ACTIVATIONS,
     Rotary,
     prepare_add,
+    prepare_add_norm,
     prepare_glu,
     prepare_qk_norm,
     prepare_qkv,
 )
 from .problem import AFFINE_BITS, DTYPE_BYTES, Matmul
 
-KERNELS = ("qmv_add", "qmv_glu", "qmv_qkv", "qmv_qkv_bias", "qk_norm")
+KERNELS = ("qmv_add", "qmv_glu", "qmv_qkv", "qmv_qkv_bias", "qk_norm", "add_norm")
 K, HEAD, EPS = 320, 64, 1e-5
 # Rows of q, k and v; the activations' tolerance is that of one product.
 SIZES = (2 * HEAD, HEAD, HEAD)
@@ -41,18 +43,19 @@ class FusedRow:
 
 def rows(quick: bool) -> list[FusedRow]:
     """All dtypes, bits and choices; ``quick``: each kernel once."""
-    choices = {"qmv_add": (False,), "qmv_glu": tuple(ACTIVATIONS)}
+    one = (False,)
+    choices = {"qmv_add": one, "add_norm": one, "qmv_glu": tuple(ACTIVATIONS)}
     both = (False, True)
     if quick:
         turns = zip(
-            (1, 4, 8, 16, 2), [*DTYPE_BYTES, *DTYPE_BYTES][:5], KERNELS, strict=True
+            (1, 4, 8, 16, 2, 3), [*DTYPE_BYTES, *DTYPE_BYTES], KERNELS, strict=True
         )
         return [FusedRow(k, m, d, 4, choices.get(k, both)[-1]) for m, d, k in turns]
     return [
         FusedRow(k, 4, dtype, bits, choice)
         for k, dtype in product(KERNELS, DTYPE_BYTES)
         for choice in choices.get(k, both)
-        for bits in (AFFINE_BITS if k != "qk_norm" else (4,))
+        for bits in (AFFINE_BITS if k.startswith("qmv") else (4,))
     ]
 
 
@@ -63,6 +66,8 @@ def _norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def _activate(g: np.ndarray, name: str) -> np.ndarray:
     if name == "silu":
         return g / (1 + np.exp(-g))
+    if name == "gelu":
+        return 0.5 * g * (1 + np.vectorize(math.erf)(g / math.sqrt(2)))
     z = 1.5957691216057308 * (g + 0.044715 * g**3)
     return g / (1 + np.exp(np.minimum(-z, 700)))  # float64 ends at 709
 
@@ -97,6 +102,8 @@ class _Case:
         if row.kernel == "qmv_add":
             res = mx.zeros((1, x.shape[1], SIZES[0]), self.dtype) + 1
             return [prepare_add(problem)(x, *self.weights[0], res)[0]]
+        if row.kernel == "add_norm":
+            return [prepare_add_norm(row.dtype, K, EPS)(x, self.norm, x)[0]]
         if row.kernel == "qmv_glu":
             w0, s0, b0 = self.weights[0]
             up = (w0[::-1] + 0, s0[::-1] + 0, b0[::-1] + 0)
@@ -139,6 +146,8 @@ class _Case:
         kernel, first = self.row.kernel, self.right[0]
         if kernel == "qmv_add":
             return [1 + self.wide @ first.T]
+        if kernel == "add_norm":
+            return [self.wide + self.normed]
         if kernel == "qmv_glu":
             gate, up = self.normed @ first.T, self.normed @ first[::-1].T
             return [_activate(gate, self.row.choice) * up]

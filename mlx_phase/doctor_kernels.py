@@ -11,8 +11,10 @@ from . import check as checks
 from .check import evaluate
 from .executor import ExecutorError
 from .launch.matmul import device_chip
-from .plan import Plan, plan_launch
+from .plan import Plan
+from .plan_exact import on_codes, plan_codes, plan_launch
 from .plan_matrix import on_matrix, plan_matrix
+from .plan_qmm import plan_qmm, stays_stock
 from .problem import AFFINE_BITS, AFFINE_GROUPS, DTYPE_BYTES, FP_MODES, Matmul
 from .tune_plans import Problems
 
@@ -23,6 +25,8 @@ ROWS = (4, 8, 16)
 SHAPES = ((14336, 4096), (1024, 4096), (256, 8192), (8, 16384))
 # Rows of x on matrix units: a tile of 8 and one of 16, the smaller in part.
 MATRIX_ROWS = (7, 16)
+# Prompts whose tiles are the smallest and the largest.
+PREFILL_ROWS = (32, 4096)
 SPLITS = 3  # for a chip whose table never splits over threadgroups
 SHARED = ((4096, 1024, 1024), (14336, 14336))
 
@@ -102,6 +106,38 @@ def matrix_rows(quick: bool) -> list[Row]:
     return found
 
 
+def codes_rows(quick: bool) -> list[Row]:
+    """Formats and dtypes whose codes are multiplied at every M; ``quick``: one."""
+    found, chip = [], device_chip()
+    forms = product((4, 8), AFFINE_GROUPS, ("bfloat16", "float16"))
+    for bits, group, dtype in ((4, 64, "bfloat16"),) if quick else forms:
+        one, many = (Matmul(m, 4096, 4096, dtype, bits, group) for m in (1, 9))
+        if on_codes(one, chip):
+            found.append(
+                Row((one,), (many,), plan_codes(one, chip), plan_codes(many, chip))
+            )
+    return found
+
+
+def prefill_rows(quick: bool) -> list[Row]:
+    """Formats and dtypes of prompts that kernels compute here; ``quick``: two."""
+    modes = [(*FP_MODES[mode], mode) for mode in FP_MODES]
+    forms = [(b, g, "affine") for b in AFFINE_BITS for g in AFFINE_GROUPS] + modes
+    todo = product([*forms, (16, 0, "none")], DTYPES)
+    if quick:
+        todo = (((4, 64, "affine"), "bfloat16"), ((16, 0, "none"), "float16"))
+    found, chip = [], device_chip()
+    for (bits, group, mode), dtype in todo:
+        few, many = (
+            Matmul(m, *SHAPES[0], dtype, bits, group, mode) for m in PREFILL_ROWS
+        )
+        if stays_stock(many, chip) is None:
+            found.append(
+                Row((few,), (many,), plan_qmm(few, chip), plan_qmm(many, chip))
+            )
+    return found
+
+
 def _row(case: tuple[int, int, str, str], m: int, shapes) -> Row:
     bits, group, mode, dtype = case
     one = tuple(Matmul(1, N, K, dtype, bits, group, mode) for N, K in shapes)
@@ -141,7 +177,7 @@ def examined(
 
 def _exact(row: Row, clock) -> tuple[bool | None, float]:
     """(first and last row of x as alone, milliseconds of a launch)."""
-    many = checks.small(row.many)
+    many = checks.small(row.many, row.plan_many)
     arrays = [checks.canary(p, i)[0] for i, p in enumerate(many)]
     x, weights = arrays[0][0], [a for each in arrays for a in each[1:]]
     whole = evaluate(many, row.plan_many, x, weights)

@@ -12,8 +12,13 @@ from mlx.nn.layers.distributed import (
     QuantizedAllToShardedLinear,
     QuantizedShardedToAllLinear,
 )
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from .gather_ops import gathered
+from .gather_ops import kernel_route as gather_route
 from .ops import MAX_M, Bound, Route, route_linear, route_quantized, stock_route
+from .plan_gather import MAX_PAIRS
+from .problem import Gather
 from .siblings import Siblings
 
 TRAINING = "layer in training mode: the kernels have no gradient"
@@ -40,8 +45,9 @@ class _Phase:
 
     def _find(self, x: mx.array) -> Bound:
         route = stock_route(TRAINING) if self._train else self._choose(x)
-        bound = Bound(route, self._weights())
         few = x.size <= MAX_M * x.shape[-1] and len(self._routes) < MAX_CACHED
+        # A trace of a prompt's length would hardly be used again.
+        bound = Bound(route, self._weights(), trace=few)
         if few:
             self._routes[x.shape, x.dtype] = bound
             _BOUND[id(self)] = self
@@ -171,6 +177,47 @@ class PhaseEmbedding(_Plain, nn.Embedding):
         return y
 
 
+class PhaseQuantizedSwitchLinear(_Phase, QuantizedSwitchLinear):
+    """QuantizedSwitchLinear on the gathered kernels, its bias in the same launch."""
+
+    def __call__(self, x, indices, sorted_indices=False):
+        key = (x.shape, x.dtype, indices.shape, indices.dtype, bool(sorted_indices))
+        bound = self._routes.get(key) or self._bind(key, x, indices)
+        bound.route.calls += 1
+        if bound.route.launch is None:
+            return QuantizedSwitchLinear.__call__(self, x, indices, sorted_indices)
+        return bound.call(x, indices)
+
+    def _bind(self, key: tuple, x: mx.array, indices: mx.array) -> Bound:
+        route = stock_route(TRAINING)
+        if not self._train:
+            route = gather_route(self.problem(x, indices, key[4]))
+        few = indices.size <= MAX_PAIRS
+        bound = Bound(route, self._weights(), trace=few)
+        if few and route.launch is not None and len(self._routes) < MAX_CACHED:
+            self._routes[key] = bound
+            _BOUND[id(self)] = self
+        return bound
+
+    def _weights(self) -> list[mx.array]:
+        return super()._weights() + ([self["bias"]] if "bias" in self else [])
+
+    def problem(self, x, indices, sorted_indices: bool = False) -> Gather | Route:
+        """What a call computes, or the route of calls that no kernel takes.
+
+        ValueError for arguments that do not belong together.
+        """
+        if self.get("global_scale") is not None:
+            return stock_route("a global scale")
+        w, scales, biases = self["weight"], self["scales"], self.get("biases")
+        args = (None, indices, True, self.group_size, self.bits, self.mode)
+        # Also asked of a layer that is to be adopted.
+        exact = getattr(self, "_exact", True)
+        options = {"sorted_indices": sorted_indices, "exact": exact}
+        bias = self.get("bias")
+        return gathered(x, w, scales, biases, *args, bias=bias, **options)
+
+
 QUANTIZED: dict[type, type] = {
     nn.QuantizedLinear: PhaseQuantizedLinear,
     nn.QuantizedEmbedding: PhaseQuantizedEmbedding,
@@ -178,7 +225,9 @@ QUANTIZED: dict[type, type] = {
     QuantizedShardedToAllLinear: PhaseShardedToAll,
 }
 PLAIN: dict[type, type] = {nn.Linear: PhaseLinear, nn.Embedding: PhaseEmbedding}
-STOCK: dict[type, type] = {p: s for s, p in (QUANTIZED | PLAIN).items()}
+EXPERTS: dict[type, type] = {QuantizedSwitchLinear: PhaseQuantizedSwitchLinear}
+DROP_INS = QUANTIZED | PLAIN | EXPERTS
+STOCK: dict[type, type] = {p: s for s, p in DROP_INS.items()}
 
 
 def adopted(layer: nn.Module) -> bool:
@@ -188,7 +237,7 @@ def adopted(layer: nn.Module) -> bool:
 
 def adopt(layer: nn.Module) -> None:
     """Swap a stock layer's class for its drop-in (exact types only)."""
-    kind = (QUANTIZED | PLAIN)[type(layer)]
+    kind = DROP_INS[type(layer)]
     # Not a module item: those are parameters and children.
     object.__setattr__(layer, "_routes", {})
     try:

@@ -1,6 +1,7 @@
 """Drop-in matmuls: arguments checked, empty shapes, then a kernel or stock."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -9,8 +10,10 @@ from .arguments import DTYPES, check_linear, check_quantized, defaults, product
 from .executor import executor_name
 from .launch.decode import prepare, template
 from .launch.matmul import device_chip, prepare_shared
-from .plan import MAX_M, Plan, plan_launch, supports_launch
+from .plan import MAX_M, Plan, supports_launch
+from .plan_exact import on_codes, plan_codes, plan_launch
 from .plan_matrix import on_matrix, plan_matrix
+from .plan_qmm import bucket, plan_qmm, stays_stock
 from .problem import Matmul
 from .routes import (
     ROUTES,
@@ -29,7 +32,6 @@ from .routes import reset_served as reset_served
 from .routes import served as served
 from .routes import set_probe as set_probe
 
-PREFILL = f"M > {MAX_M}: no prefill kernel yet"
 Problems = tuple[Matmul, ...]
 Decide = Callable[[Problems, bool], "Plan | str | None"]
 
@@ -66,15 +68,20 @@ def use_plans(decide: Decide | None, token: object = None) -> bool:
 def choose(problems: Problems, exact: bool = True) -> Plan | str:
     """The plan of a launch, stored or from the table; a sentence if stock serves.
 
-    exact: a row has the same bits for every M. Otherwise matrix units may compute one
-    matrix; plans that were raced are of exact kernels, so of these only the verdict
-    for stock stands above the table's M for matrix units. ValueError if no kernel
-    supports the problems.
+    exact: a row has the same bits for every M up to 16 (no kernel's rows are exact
+    above). Otherwise matrix units may compute one matrix; plans that were raced are of
+    vector kernels, so of these only the verdict for stock stands above the table's M
+    for matrix units. ValueError if no kernel supports the problems.
     """
+    if problems[0].M > MAX_M:
+        chip = device_chip()
+        return stays_stock(problems[0], chip) or plan_qmm(problems[0], chip)
+    chip = device_chip()
+    if len(problems) == 1 and on_codes(problems[0], chip):
+        return plan_codes(problems[0], chip)
     found = _stored[0][0](problems, exact) if _stored else None
     if isinstance(found, str):
         return found
-    chip = device_chip()
     if not exact and len(problems) == 1 and on_matrix(problems[0], chip):
         return plan_matrix(problems[0], chip)
     return found or plan_launch(problems, chip)
@@ -82,7 +89,8 @@ def choose(problems: Problems, exact: bool = True) -> Plan | str:
 
 def apart(problems: Problems, exact: bool) -> bool:
     """Whether matrices that share x are better launched one by one: on matrix units."""
-    return not exact and any(on_matrix(p, device_chip()) for p in problems)
+    chip = device_chip()
+    return not exact and any(on_matrix(p, chip) or on_codes(p, chip) for p in problems)
 
 
 def _prepare(problems: Problems, chosen: Plan) -> Callable:
@@ -96,36 +104,43 @@ def kernel_route(*problems: Matmul, exact: bool = True) -> Route:
 
     exact as in `choose`. A stock route carries the reason why not.
     """
+    if len(problems) == 1 and problems[0].M > MAX_M:
+        # One route for all M with one plan: prompts have any length.
+        problems = (replace(problems[0], M=bucket(problems[0].M)),)
+        exact = False
     key = problems, exact
     if (route := ROUTES.get(key)) is None:
-        if reason := supports_launch(problems):
+        one = len(problems) == 1 and problems[0].M > MAX_M
+        if not one and (reason := supports_launch(problems)):
             return stock_route(reason)
         chosen = choose(problems, exact)
         if isinstance(chosen, str):
             return stock_route(chosen)
         name, make = variant(problems[0], chosen), partial(_prepare, problems, chosen)
         route = new_route(key, problems, chosen, name, make)
-    if route.launch is None and not exact:
+    if route.launch is None and not exact and problems[0].M <= MAX_M:
         # Off: exact rows are allowed too, and are other kernels from some M on.
         return kernel_route(*problems)
     return route
 
 
 class Bound:
-    """A route with its weights: `call(x)` launches, unless the route went stock."""
+    """A route with its weights: `call(*inputs)` launches, unless it went stock."""
 
     __slots__ = ("route", "call")
 
-    def __init__(self, route: Route, weights: list[mx.array]):
+    def __init__(self, route: Route, weights: list[mx.array], trace: bool = True):
         self.route = route
         launch = route.launch
         if launch is None or route.name == "empty" or executor_name() == "cpu":
+            trace = False
+        if not trace:
             # The CPU executor cannot be traced. A kernel may be switched on later.
-            self.call = lambda x: route.launch(x, *weights)
+            self.call = lambda *xs: route.launch(*xs, *weights)
         else:
             # Traced once: a call then builds no arguments (host time decides decode).
             mx.eval(weights)
-            self.call = mx.compile(lambda x: launch(x, *weights))
+            self.call = mx.compile(lambda *xs: launch(*xs, *weights))
 
 
 def route_quantized(
@@ -149,8 +164,6 @@ def route_quantized(
     if any(a.dtype != x.dtype for a in inputs):
         names = (str(a.dtype).removeprefix("mlx.core.") for a in inputs)
         return stock_route(f"mixed dtypes of x, scales, biases: {', '.join(names)}")
-    if x.size // k > MAX_M:
-        return stock_route(PREFILL)
     if x.dtype not in DTYPES:
         return stock_route(f"the kernels take float16, bfloat16, float32: {x.dtype}")
     dtype = DTYPES[x.dtype]
@@ -172,10 +185,11 @@ def quantized_matmul(
 ) -> mx.array:
     """Drop-in for `mx.quantized_matmul`: x [..., K] and packed w [N, K*bits/32].
 
-    Returns [..., N] in stock's dtype. Up to 16 rows of x go to a kernel; what the
-    kernels do not take goes to stock, counted with the reason in `served()`. Empty
-    x or w give an empty result (or zeros for K = 0) and launch nothing. Raises
-    ValueError for arguments that do not belong together.
+    Returns [..., N] in stock's dtype. Up to 16 rows of x go to a kernel with exact
+    rows, more to a prefill kernel, whose rows are not exact, where the plan has one
+    for this chip; what the kernels do not take goes to stock, counted with the reason
+    in `served()`. Empty x or w give an empty result (or zeros for K = 0) and launch
+    nothing. Raises ValueError for arguments that do not belong together.
     """
     route = route_quantized(x, w, scales, biases, transpose, group_size, bits, mode)
     if stream is not None and route.name != "empty":
@@ -202,8 +216,6 @@ def route_linear(x: mx.array, weight: mx.array, bias: mx.array | None = None) ->
         return stock_route(f"mixed dtypes of x, weight: {x.dtype}, {weight.dtype}")
     if x.dtype not in DTYPES:
         return stock_route(f"the kernels take float16, bfloat16, float32: {x.dtype}")
-    if x.size // k > MAX_M:
-        return stock_route(PREFILL)
     bits = 8 * x.itemsize
     return kernel_route(Matmul(x.size // k, n, k, DTYPES[x.dtype], bits, 0, "none"))
 

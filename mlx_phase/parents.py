@@ -123,7 +123,7 @@ class _Parent:
 
 
 # What `adopt_parent` keeps beside the parameters.
-_OWN = ("_traces", "_stock")
+_OWN = ("_traces", "_stock", "_gate")
 
 
 def adopted_parent(module: nn.Module) -> bool:
@@ -131,7 +131,9 @@ def adopted_parent(module: nn.Module) -> bool:
     return isinstance(module, _Parent)
 
 
-def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
+def adopt_parent(
+    parent: nn.Module, layers: list[nn.Module], mixin: type = _Parent
+) -> None:
     """Trace calls of ``parent``, whose only layers are the drop-ins ``layers``."""
     stock = type(parent)
     traces: dict = {}
@@ -142,7 +144,7 @@ def adopt_parent(parent: nn.Module, layers: list[nn.Module]) -> None:
         if layer._owner is not None:
             layer._owner.clear()
         object.__setattr__(layer, "_owner", traces)
-    parent.__class__ = mixed(_Parent, stock)
+    parent.__class__ = mixed(mixin, stock)
 
 
 def release_parent(parent: nn.Module) -> None:

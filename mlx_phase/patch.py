@@ -35,6 +35,7 @@ from .layers import (
 )
 from .parents import adopted_parent
 from .patch_attention import attention_kernels
+from .patch_experts import expert_layers, fuse_experts, is_expert
 from .patch_report import Layer, Report, Unpatched
 from .patch_scan import activations_of, format_of, named, problem_of, why_left
 from .plan import MAX_M
@@ -74,7 +75,7 @@ def patch(
 ) -> Report:
     """Put the matmul layers of `model` on the decode kernels; `unpatch` reverts it.
 
-    linear: True replaces quantised layers and tied quantised heads, "all" plain
+    linear: True replaces quantised layers, experts, tied quantised heads; "all" plain
     nn.Linear and tied nn.Embedding heads too. attention: up to 16 queries on the
     kernels, over plain and quantised caches; False leaves it stock. exact: a row of x
     gets the same bits for every M <= 16, so a stored plan moves a shape to stock for
@@ -104,6 +105,8 @@ def patch(
     activations = activations_of(modules)
     todo: list[tuple[Layer, nn.Module, Matmul]] = []
     for path, m in modules:
+        if is_expert(m):
+            continue
         kind = STOCK.get(type(m), type(m))
         layer = Layer(path, kind.__name__, "", None, adopted(m))
         if kind in wanted or adopted(m):
@@ -138,6 +141,7 @@ def patch(
         else:
             report.replaced.append(layer)
             chosen.append(m)
+    chosen += expert_layers(report, modules, activations, linear, check)
     swapped = _swap(chosen)
     before = {id(m) for _, m in modules if marked(m)}
     was = [(m, m._exact) for _, m in modules if adopted(m)]
@@ -149,6 +153,7 @@ def patch(
         _attend(modules, users)
         problems = {id(m): p for _, m, p in todo if adopted(m)}
         fuse(report, [m for _, m in modules], problems, bool(check))
+        fuse_experts(report, [m for _, m in modules], activations, bool(check))
         report.launches = launches([m for _, m in modules], problems)
         report.steps = step_patch.Steps(reason="steps, linear or attention is False")
         step_patch.remove([m for _, m in modules])

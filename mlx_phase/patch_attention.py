@@ -66,7 +66,8 @@ def attention_kernels(
     )
     report.attention = "stock: no module of the model uses mx.fast or mlx-lm's function"
     if users:
-        report.attention = f"kernels for up to {MAX_Q_LEN} queries in {names}"
+        longer = "longer prompts where stock is slower"
+        report.attention = f"kernels in {names}: {MAX_Q_LEN} queries, {longer}"
     for reason in sorted({r for r in reasons.values() if r}):
         report.notes.append(f"attention that stays stock: {reason}")
     for kind, n in kinds.items():

@@ -63,7 +63,7 @@ def supports(problem: Matmul) -> str | None:
     if p.batch != 1:
         return "weights are batched (3-D), kernels take one matrix"
     if p.M > MAX_M:
-        return f"M = {p.M} rows: decode kernels take 1..{MAX_M}, no prefill kernel yet"
+        return f"M = {p.M} rows: decode kernels take 1..{MAX_M}"
     if min(p.M, p.N, p.K) < 1:
         return f"empty problem (M, N, K) = ({p.M}, {p.N}, {p.K})"
     if p.mode == "none":
@@ -218,10 +218,3 @@ def supports_launch(problems: tuple[Matmul, ...]) -> str | None:
     if len(problems) > 1:
         return supports_shared(problems)
     return supports(problems[0])
-
-
-def plan_launch(problems: tuple[Matmul, ...], chip: Chip) -> Plan:
-    """The exact plan of one launch; ValueError if :func:`supports_launch` says no."""
-    if len(problems) > 1:
-        return plan_shared(problems, chip)
-    return plan(problems[0], chip)

@@ -67,6 +67,15 @@ _TILES = (
 
 def supports_sdpa(problem: Sdpa) -> str | None:
     """None if the decode-attention kernels compute ``problem``, or why not."""
+    if (why := supports_form(problem)) is not None:
+        return why
+    if problem.q_len > MAX_Q_LEN:
+        return f"q_len = {problem.q_len}: decode kernels take 1..{MAX_Q_LEN}"
+    return None
+
+
+def supports_form(problem: Sdpa) -> str | None:
+    """None if attention kernels know what ``problem`` is made of, for any q_len."""
     p = problem
     if p.dtype not in DTYPE_BYTES:
         return f"queries are {p.dtype}, kernels take {', '.join(DTYPE_BYTES)}"
@@ -77,8 +86,6 @@ def supports_sdpa(problem: Sdpa) -> str | None:
         return "empty problem"
     if p.q_heads % p.kv_heads:
         return f"{p.q_heads} query heads are no multiple of {p.kv_heads} kv heads"
-    if p.q_len > MAX_Q_LEN:
-        return f"q_len = {p.q_len}: decode kernels take 1..{MAX_Q_LEN}"
     if p.mask not in ("none", "bool", "additive"):
         return f"mask {p.mask!r}: kernels take none, bool and additive"
     if p.window < 0:

@@ -10,18 +10,20 @@ from functools import lru_cache
 
 from .chip import Chip
 from .plan import MAX_M, Plan, supports, told
+from .plan_exact import on_codes
 from .problem import Matmul
 
 STEP = 128  # weights of a row that a simdgroup takes at once
 
 # Chip family -> rows of x from which matrix units are taken. First match wins, the last
 # row is any other chip. Where matrices run on the FMA pipes (Apple7-9) they win by
-# reuse alone, from about 6 rows on: predicted. Unmeasured on every family; on Hopper,
-# by instructions per weight (metal/README.md), it may be from 2 on.
-_FROM = (("Hopper", 6), ("", 6))
+# reuse alone, from about 6 rows on: predicted. H200, 4-bit group 64, bf16, 2026-11-29:
+# 8192 -> 28672 takes 74 us for up to 8 rows, qmv 58 for 2 and 96 for 4.
+_FROM = (("Hopper", 4), ("", 6))
 
 # Chip family -> (rows of W of a simdgroup, simdgroups a core should have in flight).
-# First match wins, the last row is any other chip. Unmeasured.
+# First match wins, the last row is any other chip. H200, same shape: 74 us with 4
+# simdgroups sharing K, 16 rows each; elsewhere unmeasured.
 _TILES = (("CPU", 16, 0), ("Hopper", 16, 16), ("", 16, 24))
 
 
@@ -45,7 +47,12 @@ def first_rows(problem: Matmul, chip: Chip) -> int:
     """
     # Tensor cores of NVIDIA have no fp32: those products go through shuffles.
     slow = problem.x_dtype == "float32" and chip.arch.startswith("sm_")
-    if slow or supports_matrix(replace(problem, M=MAX_M)) is not None:
+    # What matrix units compute for every M is exact and faster.
+    if (
+        slow
+        or on_codes(problem, chip)
+        or supports_matrix(replace(problem, M=MAX_M)) is not None
+    ):
         return MAX_M + 1
     return next(first for family, first in _FROM if family in chip.family)
 

@@ -53,6 +53,32 @@ class Attention:
     window: int | None = None
 
 
+@dataclass(frozen=True)
+class Gather:
+    """``y[p] = x[row of p] @ W[expert of p].T`` for ``pairs`` of a row and an expert.
+
+    ``matmul`` is what one expert computes for one row (M = 1), with W [experts, N, K].
+    ``each``: pair p reads row ``p // each`` of x; 0: an array says which row. ``bias``:
+    one of [experts, N] is added. ``activation``: ``""``, or two weights, gate and up,
+    and ``y = act(gate) * up``: ``silu``, ``gelu_approx``, or ``clipped`` (gpt-oss) with
+    ``alpha`` and ``limit``. ``sorted``: pairs come in the order of their experts.
+    ``scattered``: an array says which row of y is that of a pair. ``exact``: a pair has
+    the same bits for any few pairs (``plan_gather.MAX_PAIRS``).
+    """
+
+    matmul: Matmul
+    experts: int
+    pairs: int
+    each: int = 1
+    bias: bool = False
+    activation: str = ""
+    alpha: float = 0.0
+    limit: float = 0.0
+    sorted: bool = False
+    scattered: bool = False
+    exact: bool = True
+
+
 # head_dim and v_head_dim of the decode-attention kernels; unequal pairs are MLA's.
 HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256, 512)
 HEAD_DIM_PAIRS = ((192, 128), (576, 512))

@@ -14,12 +14,21 @@ Rope = Callable[..., mx.array]
 FAR = 50_000
 
 
+def no_rope(x: mx.array, offset: mx.array | int = 0) -> mx.array:
+    """What layers without a rotary embedding do."""
+    return x
+
+
 def rotary_of(rope: Rope, head_dim: int) -> Rotary | None:
     """The pairs that ``rope(x, offset=...)`` rotates; None if it does other things."""
     x = np.zeros((1, 1, 1, head_dim), np.float32)
     x[..., 0] = 1
     turned = np.array(rope(mx.array(x), offset=1))[0, 0, 0]
     pair = np.flatnonzero(np.abs(turned) > 1e-6)
+    if (turned == x[0, 0, 0]).all() and head_dim % 4 == 0:
+        x = np.ones((1, 1, 1, head_dim), np.float32)
+        same = (np.array(rope(mx.array(x), offset=FAR)) == x).all()
+        return Rotary(head_dim, 0, False) if same else None
     if len(pair) != 2 or pair[0] != 0:
         return None
     traditional = bool(pair[1] == 1)
@@ -36,13 +45,15 @@ def rotary_of(rope: Rope, head_dim: int) -> Rotary | None:
 def angles(rope: Rope, rotary: Rotary, length: int, start: mx.array | int) -> mx.array:
     """cos and sin of ``length`` positions from ``start``: fp32 [length, head_dim].
 
-    The cos of a pair stands in the place of its first dim, the sin in that of its
-    second: what ``rope`` makes of (1, 0). Any scale of rope's own is in them.
+    start [B]: of B sequences, one after the other, fp32 [B * length, head_dim]. The cos
+    of a pair stands in the place of its first dim, the sin in that of its second: what
+    ``rope`` makes of (1, 0). Any scale of rope's own is in them.
     """
-    probe = np.zeros((1, 1, length, rotary.head_dim), np.float32)
+    batch = start.size if isinstance(start, mx.array) else 1
+    probe = np.zeros((batch, 1, length, rotary.head_dim), np.float32)
     first = slice(0, rotary.dims, 2) if rotary.traditional else slice(rotary.dims // 2)
     probe[..., first] = 1
-    return rope(mx.array(probe), offset=start)[0, 0]
+    return rope(mx.array(probe), offset=start).reshape(-1, rotary.head_dim)
 
 
 def same_rope(rope: Rope) -> tuple:

@@ -25,6 +25,7 @@ from .model_error import ModelError
 from .models import default_model, load
 from .patch import patch
 from .plan import MAX_M
+from .plan_exact import on_codes
 from .roofline import weight_bytes
 from .tune_course import Course
 from .tune_plans import Problems, StoredPlans
@@ -179,6 +180,11 @@ def run(out: Console, args: argparse.Namespace) -> int:
         print_lines(out, [f"{name} on {device_chip().name}: {DRY_RUN}"])
         out.print(dry_table(todo, rows))
         return 0
+    fixed = [p for p in todo if len(p) == 1 and on_codes(p[0], device_chip())]
+    if fixed:
+        told = f"{len(fixed)} shapes are computed on matrix units for every M here"
+        print_lines(out, [f"{told}: nothing to race"])
+        todo = [p for p in todo if p not in fixed]
     env = environment()
     plans = _stored(out)
     where = tune_store.folder() / plans.key.file

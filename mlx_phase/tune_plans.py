@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from .launch.matmul import device_chip
-from .plan import Plan, plan_launch, supports_launch
+from .plan import Plan, supports_launch
+from .plan_exact import plan_launch
 from .problem import Matmul
 
 KERNEL, STOCK = "kernel", "stock"

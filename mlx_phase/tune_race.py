@@ -18,7 +18,8 @@ from .bench.kernel_timer import MAX_COPIES, Effort, Timer
 from .bench.measure import Clock, NoiseError, Pair, copies, rotate
 from .executor import ExecutorError, executor_name
 from .launch.matmul import device_chip, prepare, prepare_shared
-from .plan import MIN_SPLIT_K, Plan, plan_launch
+from .plan import MIN_SPLIT_K, Plan
+from .plan_exact import plan_launch
 from .roofline import weight_bytes
 from .tune_plans import KERNEL, STOCK, WIDTHS, Entry, Problems, illegal
 from .tune_probe import MAX_DRIFT, Probe, VoidError

@@ -1,5 +1,7 @@
 """Oracles of the fused decode launches, float64 NumPy; imports no mlx_phase."""
 
+import math
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -31,6 +33,10 @@ def silu(g: np.ndarray) -> np.ndarray:
 
 def gelu_approx(g: np.ndarray) -> np.ndarray:
     return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+
+
+def gelu(g: np.ndarray) -> np.ndarray:
+    return 0.5 * g * (1 + np.vectorize(math.erf)(g / math.sqrt(2)))
 
 
 def angles(L: int, start: int, D: int, dims: int, traditional: bool) -> np.ndarray:

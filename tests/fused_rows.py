@@ -30,7 +30,7 @@ CASES = (
     ("qmv_add", (_one(16, "float32", 3, 128),), ()),
     ("qmv_glu", (_one(N=14336),) * 2, ("silu", EPS)),
     ("qmv_glu", (_one(8, "float16", 6, 32),) * 2, ("gelu_approx", EPS)),
-    ("qmv_glu", (_one(2, "float32", 2, 64),) * 2, ("silu", None)),
+    ("qmv_glu", (_one(2, "float32", 2, 64),) * 2, ("gelu", None)),
     ("qmv_qkv", _three(), (HALVES, EPS)),
     ("qmv_qkv", _three(3, "float16", (4, 4, 6)), (PARTIAL, EPS)),
     ("qmv_qkv", _three(16, "float32", (5, 5, 5), 32), (HALVES, None)),
@@ -38,6 +38,8 @@ CASES = (
     ("qmv_qkv_bias", _three(2, "float16", (8, 8, 4)), (PARTIAL, None)),
     ("qk_norm", (_one(),), (HALVES, EPS)),
     ("qk_norm", (_one(dtype="float32"),), (PARTIAL, EPS)),
+    ("add_norm", (_one(),), (2560, EPS)),
+    ("add_norm", (_one(dtype="float16"),), (5376, EPS)),
 )
 
 
@@ -58,6 +60,8 @@ def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
     metal = METAL_TYPES[first.x_dtype]
     if kernel == "qk_norm":
         values = fused.qk_norm_template(first.x_dtype, *choices)
+    elif kernel == "add_norm":
+        values = fused.add_norm_template(first.x_dtype, *choices)
     else:
         planned = "qmv_qkv" if kernel == "qmv_qkv_bias" else kernel
         p = plan_fused(planned, members, lookup(chip))

@@ -42,7 +42,13 @@ def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:
 
 def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    text = source.load(p.kernel, narrow)
+    values = template(problem, p, direct)
+    return *arguments_of(p.kernel, problem, direct, narrow), values
+
+
+def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tuple:
+    """The same without the template."""
+    text = source.load(kernel, narrow)
     metal = METAL_TYPES[problem.dtype]
     types = dict.fromkeys(("q", "k", "v", "ks", "kb", "vs", "vb"), metal)
     types |= {"k": metal if problem.k_bits >= 16 else "uint32_t"}
@@ -59,8 +65,7 @@ def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) ->
         Arg("out", metal if direct else "float", 4 if direct else 5, 4096),
         Arg("ml", "float", 1 if direct else 5, 1 if direct else 4096),
     ]
-    values = template(problem, p, direct)
-    return text.name, inputs, outputs, text.body, text.header, values
+    return text.name, inputs, outputs, text.body, text.header
 
 
 def reduce_arguments(problem: Sdpa) -> tuple:

@@ -139,7 +139,6 @@ def test_default_cases_run_on_kernels_and_start_with_the_main_ones():
         ("--k-lens 9 --heads 32x128", "Hq/HkvxD such as 32/8x128"),
         ("--k-lens 9 --heads 4/2x33", "head dims (33, 33)"),
         ("--k-lens 9 --heads 2/1x64 --bits 6", "6-bit"),
-        ("--k-lens 9 --q-lens 17", "q_len > 16"),
         ("--k-lens 0", "--k-lens takes numbers"),
         ("--k-lens 9 --dtypes int8", "--dtypes takes float16"),
     ],

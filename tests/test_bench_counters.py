@@ -6,8 +6,9 @@ import mlx_headers
 import pytest
 
 from mlx_phase.bench import __main__ as command
-from mlx_phase.bench import counters, counters_kernels
+from mlx_phase.bench import counters, counters_kernels, counters_prefill
 from mlx_phase.chip import lookup
+from mlx_phase.counters import MATRIX
 
 M1, M3 = lookup("M1 Max 32"), lookup("M3 Max 40")
 
@@ -52,6 +53,22 @@ def test_our_kernel_reads_no_more_than_it_must():
     assert mine.cost.memory_bytes == pytest.approx(0.5625 * mine.over_fetch)
     # what counters.md says, with room for small changes of the kernel
     assert 2 < mine.cost.cycles < 4.5
+
+
+def test_prefill_multiplies_more_of_its_time_than_mlx(monkeypatch):
+    """From counts of a short loop; each product of 8 x 8 tiles is 512 multiply-adds."""
+    mlx_headers.header(*counters_kernels.HEADERS, **counters_kernels.CONSTANTS)
+    monkeypatch.setattr(counters_prefill, "K", 128)
+    tile = counters_prefill.planned(512, M3).tile
+    with counters_kernels.on_cpu():
+        mine = counters_prefill.our_qmm.__wrapped__(tile)
+        theirs = counters_prefill.mlx_qmm.__wrapped__()
+    assert 0.3 < theirs.matrix_share < mine.matrix_share < 1
+    assert 0 < mine.threadgroup_bytes < theirs.threadgroup_bytes
+    assert 0 < mine.device_bytes < theirs.device_bytes
+    for found in (mine, theirs):
+        assert found.cost.fma >= MATRIX / 512
+    assert mine.threadgroups(512, 14336) * 4 == theirs.threadgroups(512, 14336)
 
 
 def test_update_rewrites_what_lies_between_marks(tmp_path, monkeypatch, capsys):

@@ -202,7 +202,7 @@ def run(sweeps, capsys, text):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--suite fast", "unknown suite 'fast': use decode, small_m, attention, host"),
+        ("--suite fast", "unknown suite 'fast': use decode, small_m, prefill, "),
         ("--suite decode --shapes 4096", "KxN such as 4096x14336"),
         ("--suite decode --shapes 64x64 --rows 0", "--rows takes numbers"),
         ("--suite decode --shapes 64x64 --rows 17", "M = 17"),

@@ -1,12 +1,14 @@
 """The doctor's attention rows: every kernel, exact rows, failures it must see."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 
 from mlx_phase import check, doctor, doctor_attention
+from mlx_phase.attention_ops import planned
 from mlx_phase.doctor_attention import examine, rows
 from mlx_phase.launch.matmul import device_chip
-from mlx_phase.plan_attention import plan_sdpa
 from mlx_phase.problem import CACHE_BITS, HEAD_DIM_PAIRS, HEAD_DIMS, Sdpa
 
 SMALL = Sdpa(2, 1, 64, 64, 3, dtype="float32", causal=True)
@@ -22,11 +24,12 @@ def clean_results():
 @pytest.mark.parametrize("quick", [True, False])
 def test_rows_reach_every_kernel_size_dtype_and_cache(quick):
     found = rows(quick)
-    kernels = {plan_sdpa(p, device_chip()).kernel for p in found}
-    assert kernels == {"sdpa_split", "sdpa_split_codes"}
+    kernels = {planned(p, device_chip()).kernel for p in found}
+    prefill = {"sdpa_prefill", "sdpa_prefill_codes"}
+    assert kernels == {"sdpa_split", "sdpa_split_codes"} | prefill
     assert {p.dtype for p in found} == {"float16", "bfloat16", "float32"}
     assert {p.k_bits for p in found} == {16, *CACHE_BITS}
-    assert len(found) < 6 if quick else len(found) > 100
+    assert len(found) < 7 if quick else len(found) > 100
     if not quick:
         sizes = {(p.head_dim, p.v_head_dim) for p in found}
         assert sizes == {(d, d) for d in HEAD_DIMS} | set(HEAD_DIM_PAIRS)
@@ -39,6 +42,12 @@ def test_a_row_is_timed_checked_and_exact():
     assert found.ok and found.exact is True and found.error is None
     assert found.run_ms == pytest.approx(500) and 0 < found.worst < 1
     assert found.kernel.startswith("sdpa_split float32") and found.M == 3
+
+
+def test_a_prompt_is_checked_and_timed():
+    found = examine(replace(SMALL, q_len=32))
+    assert found.ok and found.exact is None and found.run_ms > 0
+    assert found.kernel.startswith("sdpa_prefill float32") and found.M == 32
 
 
 def test_rows_with_other_bits_are_found(monkeypatch):

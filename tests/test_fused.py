@@ -117,6 +117,29 @@ def test_qk_norm(dtype, dims, traditional, D):
         close(y, case.rotate(want, cs, dims, traditional), dtype)
 
 
+@pytest.mark.parametrize("dtype, M, K", [("float32", 3, 300), ("bfloat16", 1, 2088)])
+def test_add_norm(dtype, M, K):
+    x, res = (cases.activations(M, K, dtype, seed=s) for s in (1, 2))
+    weight = case.vector(K, dtype, 3)
+    run = fused.prepare_add_norm(dtype, K, case.EPS)
+    y = run(x, weight, res)
+    close(y, case.wide(res) + case.norm(case.wide(x), case.wide(weight)), dtype)
+    # A row knows nothing of the others, and is NaN by itself.
+    tolerance.assert_bits(run(x[-1:], weight, res[-1:]), y[-1:])
+    if M > 1:
+        x[1] = float("nan")
+        bad = np.isnan(np.array(run(x, weight, res))).all(axis=1)
+        assert bad.tolist() == [False, True, False]
+
+
+def test_add_norm_keeps_float16_finite():
+    x, big = mx.ones((2, 64), mx.float16), mx.full((2, 64), 65504.0, mx.float16)
+    sign = mx.array([[1.0], [-1.0]], mx.float16)
+    run = fused.prepare_add_norm("float16", 64, case.EPS)
+    y = run(x * sign, mx.full((64,), 900.0, mx.float16), big * sign)
+    assert mx.array_equal(y, big * sign).item()
+
+
 @pytest.mark.parametrize(
     "simdgroups, ks, M", [(2, 1, 2), (2, 2, 7), (4, 4, 16), (4, 2, 5)]
 )

@@ -14,23 +14,27 @@ PACKAGE = ROOT / "mlx_phase"
 
 # From left to right. Modules of one row do not import each other.
 FLOW = (
-    {"chip", "problem", "model_error", "arguments", "machine"},
+    {"chip", "problem", "model_error", "arguments", "machine", "preset_configs"},
     {"roofline", "shapes_config", "counters"},
     {"plan", "plan_attention", "shapes"},
-    {"source", "step", "predict_data", "plan_matrix"},
-    {"predict_fit"},
+    {"plan_exact"},
+    {"plan_prefill_attention"},
+    {"source", "step", "predict_data", "plan_matrix", "plan_qmm"},
+    {"predict_fit", "plan_gather"},
     {"predict_table"},
     {"predict"},
     {"executor"},
     {"launch", "routes", "pytest_plugin", "class_swap"},
-    {"ops", "attention_ops", "tune_plans", "rotary"},
-    {"siblings", "step_cache", "attention_step"},
-    {"parents"},
-    {"layers", "traced"},
+    {"ops", "attention_ops", "gather_ops", "tune_plans", "rotary"},
+    {"siblings", "step_cache"},
+    {"parents", "cache_kinds", "attention_step"},
+    {"layers", "cache_groups"},
+    {"block_match", "traced", "switch_layers"},
+    {"block_step"},
     {"block", "check", "tune_store", "attention_hooks", "patch_scan"},
-    {"step_patch"},
+    {"step_patch", "gather_check"},
     {"patch_report", "attention_check", "exact"},
-    {"fuse", "patch_attention"},
+    {"fuse", "patch_attention", "patch_experts"},
     {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k", "speculate"},
     {"gguf"},
     {"gguf_llama", "gguf_tokenizer"},
@@ -48,11 +52,19 @@ RANK = {module: rank for rank, row in enumerate(FLOW) for module in row}
 STANDALONE = {"executor"}
 # Pure Python: they plan for any chip on a machine without MLX.
 WITHOUT_MLX = {"chip", "problem", "roofline", "plan", "shapes", "shapes_config", "step"}
-WITHOUT_MLX |= {"plan_attention", "plan_matrix", "counters"}
+WITHOUT_MLX |= {
+    "plan_attention",
+    "plan_prefill_attention",
+    "plan_matrix",
+    "plan_exact",
+    "plan_qmm",
+    "counters",
+}
+WITHOUT_MLX |= {"plan_gather"}
 WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
-WITH_MLX_LM = {"patch", "layers", "block", "bench", "models", "presets", "speculate"}
-WITH_MLX_LM |= {"step_cache", "step_patch", "traced"}
+WITH_MLX_LM = {"patch", "layers", "bench", "models", "presets", "speculate"}
+WITH_MLX_LM |= {"cache_kinds", "step_patch", "patch_experts"}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}
 # Files that may touch MLX's own custom-kernel calls: everyone else asks the executor.
 KERNEL_CALLS = {"metal_kernel": "executor", "cuda_kernel": "executor"}

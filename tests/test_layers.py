@@ -104,9 +104,9 @@ class Scaled(nn.QuantizedLinear):
         return 2 * super().__call__(x)
 
 
-def test_p3_experts_and_subclasses_are_left_and_named():
+def test_p3_subclasses_are_left_and_named():
     scaled = Scaled(128, 96)
-    experts = QuantizedSwitchLinear(128, 96, 4)
+    experts = QuantizedSwitchLinear(128, 96, 4).eval()
     lora = LoRALinear.from_base(quantised(96, 128, group_size=64, bits=4))
     model, x = Chain(scaled, experts, lora), cases.activations(1, 128)
     index = mx.array([[1, 3]])
@@ -114,12 +114,11 @@ def test_p3_experts_and_subclasses_are_left_and_named():
     report = mlx_phase.patch(model)
     left = {layer.path: (layer.kind, layer.reason) for layer in report.left}
     assert left["parts.0"][0] == "Scaled" and "subclass" in left["parts.0"][1]
-    assert left["parts.1"][0] == "QuantizedSwitchLinear" and left["parts.1"][1]
     # The stock layer inside LoRA is served; LoRA itself is untouched.
-    assert [layer.path for layer in report.replaced] == ["parts.2.linear"]
+    assert [r.path for r in report.replaced] == ["parts.2.linear", "parts.1"]
     assert type(scaled) is Scaled and type(lora) is LoRALinear
     assert_bits(scaled(x), stock[0])
-    assert_bits(experts(x[:, None, None], index), stock[1])
+    assert close(experts(x[:, None, None], index), stock[1])
     assert close(lora(x), stock[2])
 
 
@@ -186,13 +185,14 @@ def test_patched_layers_can_be_copied_and_pickled(copied):
     assert type(twin) is nn.QuantizedLinear and layers.adopted(layer)
 
 
-def test_prefill_is_stock_and_bad_x_is_one_error():
+def test_prefill_has_a_kernel_and_bad_x_is_one_error():
     layer = quantised(96, 128, group_size=64, bits=4)
     x = cases.activations(17, 128)
-    stock = layer(x)
+    stock = ref.to_numpy(layer(x))
     mlx_phase.patch(layer)
-    assert_bits(layer(x), stock)
-    assert ops.served() == {ops.PREFILL: 1}
+    assert np.abs(ref.to_numpy(layer(x)) - stock).max() < 1e-5
+    (name,) = ops.served()
+    assert name.startswith("qmm affine 4-bit g64 float32 BM=")
     assert layer(mx.zeros((1, 0, 128))).shape == (1, 0, 96)
     with pytest.raises(ValueError, match="K = 128"):
         layer(x[:, :64])

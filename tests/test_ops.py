@@ -34,11 +34,11 @@ def test_q1_rows_not_a_multiple_of_the_tile(m, n, engaged):
 
 
 @pytest.mark.parametrize("m", [17, 32])
-def test_q1_rows_above_the_decode_range_are_stock(m):
+def test_q1_rows_above_the_decode_range_take_the_prefill_kernel(m, engaged):
     q, c = cases.const_probe(40, 512, dtype="float32")
-    y = run(mx.ones((m, 512)), q)
+    with engaged("qmm", 1):
+        y = run(mx.ones((m, 512)), q)
     assert np.array_equal(ref.to_numpy(y), np.tile(512 * c, (m, 1)))
-    assert ops.served() == {ops.PREFILL: 1}
 
 
 K_TAILS = (64, 96, 192, 320, 448, 576, 1088)
@@ -176,9 +176,11 @@ def test_linear_plain_weights(dtype, k, engaged):
 
 def test_linear_stock_and_empty():
     x, weight = cases.activations(20, 64), cases.activations(5, 64)
-    assert np.allclose(np.array(ops.linear(x, weight)), np.array(x @ weight.T))
+    near = np.array(ops.linear(x, weight)) - np.array(x @ weight.T)
+    assert np.abs(near).max() < 1e-5
     mixed = ops.linear(x[:1].astype(mx.float16), weight, mx.ones(5))
-    assert mixed.dtype == mx.float32 and len(ops.served().stock) == 2
+    (why,) = ops.served().stock
+    assert mixed.dtype == mx.float32 and "mixed dtypes" in why
     assert ops.linear(mx.zeros((0, 64)), weight, mx.ones(5)).shape == (0, 5)
     assert ops.linear(mx.zeros((2, 0)), mx.zeros((5, 0))).tolist() == [[0] * 5] * 2
 

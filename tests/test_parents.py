@@ -97,7 +97,7 @@ def test_traced_mlps_count_follow_weights_and_go_back(traceable):
     # Prefill is not traced; its layers count themselves.
     ops.reset_served()
     m(mx.zeros((1, 20), mx.int32))
-    assert ops.served().stock and not ops.served().kernels
+    assert {name.split()[0] for name in ops.served().kernels} == {"qmm"}
     x = mx.ones((1, 1, 128))
     y = mlp(x)
     mlp.down_proj.scales = 2 * mlp.down_proj.scales

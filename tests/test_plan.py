@@ -32,6 +32,7 @@ def check_limits(p: Plan, M: int) -> None:
 MEMORY = {
     "qmv_reduce": [],
     "qk_norm": ["float row[D]"],
+    "add_norm": ["float sums[TG/32]"],
     "qmv_add": ["float part[KS>1?SG*A:1]"],  # A: R * M, with a norm R * M + M
     "qmv_glu": ["float part[KS>1?SG*A:1]"],
     "qmv_qkv": ["float part[KS>1?SG*(NORM?R*M+M:R*M):1]"],
@@ -39,6 +40,26 @@ MEMORY = {
     "qmm_small": ["float part[KS*R*((M+7)/8)*128]"],
     "qmm_small_fp": ["float part[KS*R*((M+7)/8)*128]"],
 }
+
+
+PAIRS = "float part[KS>1?SG*R{}:1]"
+MEMORY |= {k: [PAIRS.format("*SHARE")] for k in ("gather_qmv", "gather_qmv_fp")}
+MEMORY |= {k: [PAIRS.format("")] for k in ("gather_glu", "gather_glu_fp")}
+
+# test_qmm_codes.py has the bounds of the stages.
+STAGES = "uint4 shared[shared_chunks<T,bits,group,M,{},KS,U,ST,{}>()]"
+MEMORY |= {k: [STAGES.format("R", "false")] for k in ("qmm_codes", "qmm_codes_add")}
+MEMORY["qmm_codes_glu"] = [STAGES.format("R", "NORM")]
+MEMORY |= {
+    k: [STAGES.format("2", "NORM")] for k in ("qmm_codes_qkv", "qmm_codes_qkv_bias")
+}
+
+# test_qmm_plan.py has the bounds of the tiles.
+TILE = ["uint4 tile[2*(BM+BN)*BK*sizeof(T)/16]"]
+MEMORY["gather_tiles"] = ["int part[TH/32]"]
+TILED = ("qmm", "qmm_fp", "qmm_plain", "qmm_add", "qmm_glu", "gather_qmm")
+TILED += ("gather_qmm_fp", "gather_qmm_glu", "gather_qmm_glu_fp")
+MEMORY |= {k: TILE for k in TILED}
 
 
 @pytest.mark.parametrize("kernel", [k for k in source.KERNELS if "sdpa" not in k])

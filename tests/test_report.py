@@ -103,7 +103,9 @@ def test_checklist_answers_every_line():
     split = next(r for r in found if r["number"] == 4)
     assert split["answer"] == "yes" and "merged in order" in split["why"]
     many = {r["number"]: r for r in checklist.answers(analysis(batch=64))}
-    assert many[3]["answer"] == "no" and "stock" in many[11]["why"]
+    assert many[3]["answer"] == "yes" and "in each tile" in many[11]["why"]
+    many = checklist.answers(analysis(chip="m5-max", batch=64))
+    assert many[2]["answer"] == "no" and "neural accelerators" in many[2]["why"]
 
 
 def test_an_unknown_chip_gets_no_times():

@@ -6,8 +6,9 @@ import pytest
 from report_case import MOE, analysis, rows
 
 from mlx_phase.model_config import config_of
-from mlx_phase.plan import plan, plan_shared, supports
+from mlx_phase.plan import plan, plan_shared
 from mlx_phase.plan_attention import plan_sdpa
+from mlx_phase.plan_qmm import plan_qmm, stays_stock
 from mlx_phase.problem import Attention, Matmul, Sdpa
 from mlx_phase.report import kernels, verdict
 
@@ -43,10 +44,14 @@ def test_a_split_over_threadgroups_costs_a_second_launch():
 def test_what_no_kernel_takes_is_stock_with_the_reason_of_supports():
     a = analysis(batch=20)
     (row,) = rows(a, "decode", "down")
-    assert row["kernel"] == "stock MLX" and not row["exact"]
-    assert row["reason"] == supports(Matmul(20, 4096, 14336))
+    p = plan_qmm(Matmul(20, 4096, 14336), a.chip)
+    assert (row["kernel"], row["exact"], row["reason"]) == ("qmm", False, p.reason)
     (row,) = rows(a, "prefill", "gate/up")
-    assert row["reason"] == supports(Matmul(2048, 14336, 4096))
+    assert row["kernel"] == "qmm" and row["tile"] == "64x64"
+    a = analysis(chip="m5-max")
+    (row,) = rows(a, "prefill", "gate/up")
+    assert row["kernel"] == "stock MLX"
+    assert row["reason"] == stays_stock(Matmul(2048, 14336, 4096), a.chip)
     for row in rows(analysis(MOE), "decode", "expert down"):
         assert row["kernel"] == "stock MLX" and "3-D" in row["reason"]
 
@@ -84,10 +89,16 @@ def test_attention_that_no_kernel_takes_is_stock_with_the_reason_of_supports():
     a = analysis(chip="m4-max")
     (row,) = rows(a, "prefill", "attention")
     assert row["kernel"] == "stock MLX sdpa_full" and not row["exact"]
-    assert row["reason"].startswith("q_len = 2048: decode kernels take 1..16; MLX")
-    (row,) = rows(analysis(chip="m4-max", kv_bits=8), "prefill", "attention")
+    assert row["reason"].startswith("q_len > 32: stock attention of a plain cache")
+    (row,) = rows(analysis(chip="m5-max", kv_bits=8), "prefill", "attention")
     assert row["kernel"] == "stock MLX (dequantised)"
     assert "blocks of rows" in row["reason"]
+
+
+def test_prompts_over_a_quantised_cache_are_ours_before_neural_accelerators():
+    (row,) = rows(analysis(chip="m4-max", kv_bits=8), "prefill", "attention")
+    assert row["kernel"] == "sdpa_prefill_codes" and not row["exact"]
+    assert row["tile"] == "8x8" and row["split"] == "none"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ The shapes reach every weight format, every row of the plans' tables and all tai
 from itertools import cycle
 
 import cases
+import codes_rows
 import fused_case
+import gather_rows
 import mlx.core as mx
 import mlx_headers
 import pytest
@@ -52,8 +54,14 @@ def name_of(row) -> str:
 #: What the tests below launch; a new kernel needs a case here.
 KERNELS = {"qmv", "qmv_fp", "gemv", "qmv_reduce", "qmv_pair", "qmv_triple", "qmv_add"}
 KERNELS |= {"qmv_glu", "qmv_qkv", "qmv_qkv_bias", "qk_norm", "qmm_small"}
+KERNELS |= {"add_norm"}
 KERNELS |= {"qmm_small_fp", "sdpa_split", "sdpa_split_codes", "sdpa_reduce"}
 KERNELS |= {"sdpa_matrix", "sdpa_matrix_codes"}
+KERNELS |= {"sdpa_prefill", "sdpa_prefill_codes"}  # in test_prefill_sanitize.py
+# In test_qmm_sanitize.py.
+KERNELS |= {"qmm", "qmm_fp", "qmm_plain", "qmm_add", "qmm_glu"}
+KERNELS |= gather_rows.KERNELS  # in test_gather_kernels.py
+KERNELS |= codes_rows.KERNELS  # in test_codes_sanitize.py
 
 
 def test_every_kernel_has_a_case():
@@ -136,6 +144,10 @@ def test_fused_add_and_glu():
     glu = fused.prepare_glu(problem, "silu", fused_case.EPS)
     norm = fused_case.vector(K, dtype, 2)
     assert glu(x, norm, *qs[0].args, *qs[1].args).shape == (M, 36)
+    # K ends inside a run of threads.
+    run = fused.prepare_add_norm(dtype, K - 20, fused_case.EPS)
+    x, res = (cases.activations(M, K - 20, dtype, seed=s) for s in (1, 2))
+    assert run(x, fused_case.vector(K - 20, dtype, 2), res).shape == (M, K - 20)
 
 
 @pytest.mark.parametrize("bias", [False, True])

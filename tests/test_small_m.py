@@ -19,6 +19,7 @@ from mlx_phase.chip import CHIPS, lookup
 from mlx_phase.executor import ExecutorError
 from mlx_phase.launch import decode, matmul
 from mlx_phase.plan import MAX_M, Plan, plan
+from mlx_phase.plan_exact import on_codes
 from mlx_phase.plan_matrix import first_rows, on_matrix, plan_matrix
 from mlx_phase.problem import FP_MODES, Matmul
 
@@ -58,11 +59,16 @@ def test_the_choice_is_exact_below_a_threshold_and_matrix_units_from_it_on(
             for bits, group, mode in forms:
                 problems = [Matmul(M, N, K, dtype, bits, group, mode) for M in ROWS]
                 exact = [ops.choose((p,)) for p in problems]
-                assert all(p.exact and p.kernel.startswith("qmv") for p in exact)
                 fast = [ops.choose((p,), exact=False) for p in problems]
+                if on_codes(problems[0], chip):
+                    assert {p.kernel for p in exact} == {"qmm_codes"}
+                    assert fast == exact
+                    continue
+                assert all(p.exact and p.kernel.startswith("qmv") for p in exact)
                 first = first_rows(problems[0], chip)
                 tensor_cores = chip.arch.startswith("sm_")
-                assert first == (17 if tensor_cores and dtype == "float32" else 6)
+                least = 4 if chip.family == "Hopper" else 6
+                assert first == (17 if tensor_cores and dtype == "float32" else least)
                 assert fast[: first - 1] == exact[: first - 1]
                 assert all(p.kernel.startswith("qmm_small") for p in fast[first - 1 :])
                 # The same tile up to 8 columns, and up to 16: no cost of its own per M.

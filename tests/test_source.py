@@ -27,8 +27,13 @@ def test_text(kernel):
     assert whole.isascii()
     assert "//" not in whole and "/*" not in whole
     # MLX copies and hashes the text on each call; host cost grows with it.
-    attention, fused = kernel.startswith("sdpa"), kernel.startswith(("qmv_", "qmm"))
-    assert len(whole) < (26_500 if attention else 13_500 if fused else 7_000)
+    attention = kernel.startswith("sdpa")
+    fused = kernel.startswith(("qmv_", "qmm", "gather"))
+    tiled = "qmm_tile.h" in source.KERNELS[kernel]  # prefill: long launches
+    limit = 27_500 if attention else 22_500 if tiled else 13_500 if fused else 7_000
+    if "codes" in kernel and not attention:
+        limit = 20_000  # traced: the text is not read again
+    assert len(whole) < limit
     for name in (*text.input_names, *text.output_names):
         assert re.search(rf"\b{name}\b", text.body)
 

@@ -1,8 +1,12 @@
 """Every kernel of this project passes the strict check, with exact rows."""
 
+import codes_rows
 import fused_rows
+import gather_rows
 import matrix_rows
+import prefill_rows
 import pytest
+import qmm_rows
 import sdpa_rows
 from kernel_rows import DTYPES, arguments, reduce_arguments, row_name, rows
 
@@ -63,6 +67,10 @@ def test_rows_reach_every_kernel_and_choice():
     kernels = {p.kernel for p in plans} | {"qmv_reduce", "sdpa_reduce"}
     kernels |= {p.kernel for _, p, _ in ATTENTION}
     kernels |= {row[0] for row in FUSED} | matrix_rows.KERNELS
+    kernels |= qmm_rows.KERNELS  # in test_qmm_kernels.py
+    kernels |= prefill_rows.KERNELS  # in test_prefill_kernels.py
+    kernels |= gather_rows.KERNELS  # in test_gather_kernels.py
+    kernels |= codes_rows.KERNELS  # in test_matrix_kernels.py
     assert kernels == set(source.KERNELS)
     assert any(p.splits > 1 for p in plans)
     assert len({p.k_simdgroups for p in plans}) > 1

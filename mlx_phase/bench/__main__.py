@@ -29,6 +29,7 @@ from . import (
 )
 from .device import environment
 from .endtoend import Job, measure, rows
+from .gpu_time import cuda_events
 from .kv_cache import KV, check_head_dim
 
 HOST_STEPS = 10
@@ -195,7 +196,8 @@ def run(args: argparse.Namespace) -> int:
         check_head_dim(config, kv)
         if draft is not None:
             check_head_dim(draft.config, kv)
-    run_job, rows_of = measure, rows
+    events = cuda_events if env.executor == "cuda" else None
+    run_job, rows_of = partial(measure, events=events), rows
     if args.draft is not None:
         run_job = partial(speculate.measure, draft=draft and draft.model)
         rows_of = speculate_result.rows

@@ -17,8 +17,9 @@ from ..roofline import attention_bytes, kv_bytes
 from . import BenchError, gpu_time, record
 from .device import Environment
 from .kernel_data import TOLERANCE
-from .kernel_timer import MAX_COPIES, Buffers, Effort, Op, Timer, time_columns
-from .measure import Clock, NoiseError, copies, verdict
+from .kernel_timer import MAX_COPIES, Buffers, Effort, Op, Timer
+from .measure import Clock, copies
+from .suite import Case, cell, measure, table_of, trust
 
 # Hq, Hkv, head_dim: llama-8b, qwen3.5-like, gpt-oss.
 HEADS = ((32, 8, 128), (16, 2, 256), (64, 8, 64))
@@ -152,16 +153,16 @@ def measure_case(
     """One row of the suite. BenchError where no kernel of ours serves the case.
 
     Where stock can't compute it, its columns are null and the note has its error.
-    ``gpu_events`` as `kernel_timer.time_columns`.
+    ``gpu_events`` as `suite.measure`.
     """
-    wanted = copies(kv_bytes(p), env.cache_bytes)
+    count = min(copies(kv_bytes(p), env.cache_bytes), MAX_COPIES)
     shape = (p.batch, p.q_len, p.q_heads, p.head_dim)
     q = mx.random.normal(shape, dtype=getattr(mx, p.dtype)).transpose(0, 2, 1, 3)
-    buffers = [cache_of(p) for _ in range(min(wanted, MAX_COPIES))]
+    buffers = [cache_of(p) for _ in range(count)]
     found = attention_ops.route(q, *_sides(buffers[0]), _mask(p), **_form(p))
     if found.launch is None:
         raise BenchError(f"{describe(p)}: {found.reason}")
-    ops, notes, failures = {"A": ours(p)}, [], []
+    ops, notes = {"A": ours(p)}, []
     try:
         mx.eval(stock(p)(q, *buffers[0]))
         ops["B"] = stock(p)
@@ -169,39 +170,24 @@ def measure_case(
         # How MLX says that it has no kernel for a shape.
         notes.append(f"stock can't: {str(error).splitlines()[0]}")
     timer = Timer(ops, q, buffers, lambda o: o)
-    if len(buffers) < wanted:
-        failures.append("too small to be cold: the cache stays in the chip's")
-    error = error_of(ops["A"], q, buffers[0], p)
-    if not error <= TOLERANCE[p.dtype]:
-        failures.append(f"wrong result: error {error:.3g} of the largest value")
-    moved = attention_bytes(p)
-    try:
-        columns, more = time_columns(timer, moved, env.chip, effort, gpu_events, clock)
-    except NoiseError as noise:
-        raise NoiseError(f"{describe(p)}: {noise}") from noise
-    if columns["note"]:
-        notes.append(columns["note"])
-    if env.executor == "cpu":
-        notes.append("emulation on a CPU: says nothing about any GPU")
+
+    def error(op: Op) -> float:
+        return error_of(op, q, buffers[0], p)
+
+    sizes = kv_bytes(p), attention_bytes(p)
+    case = Case(describe(p), *sizes, error, TOLERANCE[p.dtype], notes)
     return record.row(
-        **columns
-        | {
-            "suite": "attention",
-            "kernel": found.name.split()[0],
-            "heads": f"{p.q_heads}/{p.kv_heads}x{p.head_dim}",
-            "q_len": p.q_len,
-            "k_len": p.k_len,
-            "dtype": p.dtype,
-            "bits": p.kv_bits,
-            "group": p.kv_group if p.kv_bits < 16 else 0,
-            "mode": "affine" if p.kv_bits < 16 else "none",
-            "repeats": effort.repeats,
-            "delay_s": 0.0,
-            "plan": found.name,
-            "comparable": verdict(effort.repeats, failures + more),
-            "note": "; ".join(notes) or None,
-        },
-        **env.fields(),
+        suite="attention",
+        kernel=found.name.split()[0],
+        heads=f"{p.q_heads}/{p.kv_heads}x{p.head_dim}",
+        q_len=p.q_len,
+        k_len=p.k_len,
+        dtype=p.dtype,
+        bits=p.kv_bits,
+        group=p.kv_group if p.kv_bits < 16 else 0,
+        mode="affine" if p.kv_bits < 16 else "none",
+        plan=found.name,
+        **measure(case, timer, env, effort, gpu_events, clock)["A"],
     )
 
 
@@ -218,14 +204,9 @@ def describe(p: Attention) -> str:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows as a table for the terminal."""
-    out = Table(title="µs per attention, median")
     heads = ("kernel", "heads", "q_len", "k_len", "cache", "us", "stock", "ratio")
-    for head in (*heads, "GB/s", "peak", "wall", "stock wall", "spread", ""):
-        out.add_column(head, justify="right")
-
-    def cell(value: float | None, form: str = "{:.1f}") -> str:
-        return "-" if value is None else form.format(value)
-
+    more = ("GB/s", "peak", "wall", "stock wall", "spread", "")
+    out = table_of("µs per attention, median", (*heads, *more))
     for r in rows:
         out.add_row(
             *(str(r[name]) for name in ("kernel", "heads", "q_len", "k_len")),
@@ -236,7 +217,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             cell(r["frac_peak"], "{:.0%}"),
             *(cell(r[n]) for n in ("wall_us", "stock_wall_us")),
             cell(r["spread"], "{:.1%}"),
-            "" if r["comparable"] == "yes" else r["comparable"],
+            trust(r),
         )
     return out
 

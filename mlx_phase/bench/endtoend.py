@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -25,8 +25,10 @@ from .generate import (
     host_step,
     weight_format,
 )
+from .gpu_time import Recorder
 from .kv_cache import KV
 from .measure import COMPARABLE, Stats, abba, drift_free_ratio, stats, verdict
+from .step_cost import step_cost
 
 NOT_COMPARED = "not checked (stock was not run)"
 Patch = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -63,6 +65,9 @@ class Side:
     runs: list[Run] = field(default_factory=list)
     build: list[float] = field(default_factory=list)
     evaluate: list[float] = field(default_factory=list)
+    # Of a decode step; the GPU's time is known where there is a profiler.
+    launches: int | None = None
+    gpu_us: float | None = None
 
     def stats(self, value: Callable[[Run], float]) -> Stats:
         """Median and spread of a quantity over the timed runs."""
@@ -120,12 +125,14 @@ def measure(
     on_answer: Callable[[Sequence[int]], object] = lambda tokens: None,
     generate: Callable[..., Run] = generate,
     sleep: Callable[[float], None] = time.sleep,
+    events: Recorder | None = None,
 ) -> Result:
     """Warm up both sides, then time them in A B B A order (A is patched).
 
     ``patch(model)`` is a context manager that yields the patch report. Patching and
     its checks happen outside the clock; the served counters are those of the timed
-    runs. ``on_answer`` gets the patched tokens as soon as they are known.
+    runs. ``on_answer`` gets the patched tokens as soon as they are known. ``events``:
+    the profiler of kernels, where there is one.
     """
     weights, form = decode_weight_bytes(model, job.config), weight_format(model)
     sides = {"A": Side(), "B": Side()}
@@ -162,13 +169,12 @@ def measure(
     served = dict(ops.served())
     for name in sorted(set(order)) if job.host_steps else ():
         side = sides[name]
-        if name == "B":
+        with patch(model) if name == "A" else nullcontext():
+            settle(model)
             times = host_step(model, job.prompt, job.host_steps, kv=job.kv)
-        else:
-            with patch(model):
-                settle(model)
-                times = host_step(model, job.prompt, job.host_steps, kv=job.kv)
+            cost = step_cost(model, job.prompt, job.kv, events)
         side.build, side.evaluate = times
+        side.launches, side.gpu_us = cost
     equal = Comparison(NOT_COMPARED)
     if job.stock:
         equal = compare(sides["B"].warm, sides["A"].warm)
@@ -246,6 +252,10 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         if side.build:
             values[f"{prefix}build_us"] = median(side.build) * 1e6
             values[f"{prefix}eval_us"] = median(side.evaluate) * 1e6
+            values[f"{prefix}launches"] = side.launches
+        if side.gpu_us is not None:
+            # Kernels timed by the profiler, steps timed without it.
+            values[f"{prefix}gpu_busy"] = side.gpu_us * 1e-6 / time_.median
     if decode:
         step = result.patched.stats(seconds).median
         moved = result.bytes_per_token
@@ -253,6 +263,8 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         values["gbps"] = gbs(moved, step)
         values["frac_peak"] = mbu(moved, step, env.chip)
     notes = [result.refused] if result.refused else []
+    if decode and result.patched.launches and result.patched.gpu_us is None:
+        notes.append("launches counted in MLX's graph")
     if env.executor == "cpu":
         notes.append("emulation on a CPU: says nothing about any GPU")
     values["note"] = "; ".join(notes) or None

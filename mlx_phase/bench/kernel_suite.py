@@ -11,14 +11,16 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..launch.matmul import device_chip
-from ..plan import Plan, plan, supports
+from ..plan import Plan, supports
+from ..plan_exact import plan_launch
 from ..problem import AFFINE_BITS, DTYPE_BYTES, FP_MODES, Matmul
 from ..roofline import matmul_bytes, weight_bytes
 from . import BenchError, gpu_time, record
 from .device import Environment
 from .kernel_data import TOLERANCE, error_of, link, ours, stock, weights
-from .kernel_timer import MAX_COPIES, Effort, Timer, time_columns
-from .measure import Clock, NoiseError, copies, drift_free_ratio, stats, verdict
+from .kernel_timer import MAX_COPIES, Effort, Op, Timer
+from .measure import Clock, copies, drift_free_ratio, stats, verdict
+from .suite import Case, cell, measure, table_of, trust
 
 MAIN = ("4096x4096", "4096x14336", "14336x4096", "8192x28672", "4096x128256")
 WIDE = ("4096x4096", "8192x28672")
@@ -64,26 +66,24 @@ def measure_case(
 ) -> dict[str, Any]:
     """One row of the decode suite. BenchError if no kernel takes this problem.
 
-    ``gpu_events`` None: there are no GPU times here, ``us`` is the wall time;
-    NoiseError where that can't be told from the noise.
+    ``gpu_events`` as `suite.measure`.
     """
     timer = make_timer(problem, env.cache_bytes)
-    failures = []
-    if len(timer.buffers) < copies(weight_bytes(problem), env.cache_bytes):
-        failures.append("too small to be cold: the weights stay in the cache")
-    error = error_of(timer.ops["A"], timer.x, timer.buffers[0], problem)
-    if not error <= TOLERANCE[problem.x_dtype]:
-        failures.append(f"wrong result: error {error:.3g} of the largest value")
-    moved = matmul_bytes(problem)
-    try:
-        columns, more = time_columns(timer, moved, env.chip, effort, gpu_events, clock)
-    except NoiseError as noise:
-        raise NoiseError(f"{describe(problem)}: {noise}") from noise
-    if env.executor == "cpu":
-        columns["note"] = "emulation on a CPU: says nothing about any GPU"
-    chosen = plan(problem, device_chip())
-    columns["comparable"] = verdict(effort.repeats, failures + more)
-    return matmul_row("decode", problem, chosen, env, effort, **columns)
+    case = matmul_case(problem, timer)
+    found = measure(case, timer, env, effort, gpu_events, clock)["A"]
+    return matmul_row(
+        "decode", problem, plan_launch((problem,), device_chip()), **found
+    )
+
+
+def matmul_case(problem: Matmul, timer: Timer) -> Case:
+    """A product of ``timer`` as `suite.measure` takes it."""
+
+    def error(op: Op) -> float:
+        return error_of(op, timer.x, timer.buffers[0], problem)
+
+    sizes = weight_bytes(problem), matmul_bytes(problem)
+    return Case(describe(problem), *sizes, error, TOLERANCE[problem.x_dtype])
 
 
 def host_case(
@@ -113,13 +113,14 @@ def host_case(
     return matmul_row(
         "host",
         problem,
-        plan(problem, device_chip()),
-        env,
-        effort,
+        plan_launch((problem,), device_chip()),
         us_source="host clock",
         ratio=drift_free_ratio(**totals),
         comparable=verdict(effort.repeats),
+        repeats=effort.repeats,
+        delay_s=0.0,
         **values,
+        **env.fields(),
     )
 
 
@@ -139,12 +140,7 @@ def make_timer(problem: Matmul, cache_bytes: float) -> Timer:
 
 
 def matmul_row(
-    suite: str,
-    problem: Matmul,
-    chosen: Plan,
-    env: Environment,
-    effort: Effort,
-    **values: Any,
+    suite: str, problem: Matmul, chosen: Plan, **values: Any
 ) -> dict[str, Any]:
     """A row of a suite of products: the problem, its plan and the measured values."""
     plain = problem.mode == "none"
@@ -157,11 +153,8 @@ def matmul_row(
         bits=8 * DTYPE_BYTES[problem.x_dtype] if plain else problem.bits,
         group=0 if plain else problem.group_size,
         mode=problem.mode,
-        repeats=effort.repeats,
-        delay_s=0.0,
         plan=str(chosen),
         **values,
-        **env.fields(),
     )
 
 
@@ -173,14 +166,9 @@ def describe(p: Matmul) -> str:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Rows as a table for the terminal."""
-    out = Table(title="µs per launch, median")
     names = ("kernel", "K x N", "M", "format", "dtype", "us", "stock", "ratio", "GB/s")
-    for head in (*names, "peak", "wall", "stock wall", "build", "eval", "spread", ""):
-        out.add_column(head, justify="right")
-
-    def cell(value: float | None, form: str = "{:.1f}") -> str:
-        return "-" if value is None else form.format(value)
-
+    more = ("peak", "wall", "stock wall", "build", "eval", "spread", "")
+    out = table_of("µs per launch, median", (*names, *more))
     for r in rows:
         out.add_row(
             *(r["kernel"], r["shape"], str(r["M"])),
@@ -192,6 +180,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
             cell(r["frac_peak"], "{:.0%}"),
             *(cell(r[n]) for n in ("wall_us", "stock_wall_us", "build_us", "eval_us")),
             cell(r["spread"], "{:.1%}"),
-            "" if r["comparable"] == "yes" else r["comparable"],
+            trust(r),
         )
     return out

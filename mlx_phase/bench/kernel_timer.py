@@ -150,27 +150,14 @@ def take_times(
     return Times(gpu, timer.wall_samples(effort, clock), note)
 
 
-def time_columns(
-    timer: Timer,
-    moved: int,
-    chip: Chip,
-    effort: Effort,
-    events: gpu_time.Recorder | None,
-    clock: Clock,
-) -> tuple[dict[str, Any], list[str]]:
-    """The time columns of a row that moves ``moved`` bytes, and why not to trust it.
-
-    ``events`` None: there are no GPU times here, ``us`` is the wall time; NoiseError
-    where that can't be told from the noise.
-    """
-    times = take_times(timer, effort, events, clock)
-    return side_columns(times, "A", moved, chip)
-
-
 def side_columns(
     times: Times, side: str, moved: int, chip: Chip
 ) -> tuple[dict[str, Any], list[str]]:
-    """The time columns of one side, as :func:`time_columns`."""
+    """The time columns of a side that moves ``moved`` bytes, and why not to trust them.
+
+    Without GPU times ``us`` is the wall time; NoiseError where that can't be told from
+    the noise.
+    """
     pair, walls, source, note = None, {}, "gpu profiler", times.note
     if times.gpu is not None:
         pair = pair_of(times.gpu, side)

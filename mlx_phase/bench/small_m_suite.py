@@ -14,15 +14,19 @@ from rich.table import Table
 
 from ..launch.matmul import device_chip
 from ..plan import MAX_M, Plan, plan
+from ..plan import supports as supports
+from ..plan_exact import plan_launch
 from ..plan_matrix import first_rows, plan_matrix
 from ..problem import Matmul
-from ..roofline import matmul_bytes, weight_bytes
+from ..roofline import weight_bytes
 from . import gpu_time
 from .device import Environment
-from .kernel_data import TOLERANCE, Buffers, error_of, link, planned, stock, weights
-from .kernel_suite import MAIN, describe, matmul_row, shape_of
-from .kernel_timer import MAX_COPIES, Effort, Timer, side_columns, take_times
-from .measure import Clock, NoiseError, copies, verdict
+from .kernel_data import Buffers, link, planned, stock, weights
+from .kernel_suite import MAIN, matmul_case, matmul_row, shape_of
+from .kernel_suite import describe as describe  # a suite has one
+from .kernel_timer import MAX_COPIES, Effort, Timer
+from .measure import Clock, copies
+from .suite import cell, measure, table_of, trust
 
 DTYPES = ("bfloat16", "float16")
 ROWS = tuple(range(1, MAX_M + 1))
@@ -39,13 +43,15 @@ def default_cases(quick: bool) -> Iterator[Matmul]:
 
 
 def plans_of(problem: Matmul) -> dict[str, Plan]:
-    """Sides of a case but stock (B): A exact rows, C matrix units.
+    """Sides of a case but stock (B): A exact rows, C the other family.
 
     Matrix units also below the M from which they are planned: it follows from this.
     """
     chip = device_chip()
-    sides = {"A": plan(problem, chip)}
-    if problem.M > 1 and first_rows(problem, chip) <= MAX_M:
+    sides = {"A": plan_launch((problem,), chip)}
+    if sides["A"].kernel == "qmm_codes":
+        sides["C"] = plan(problem, chip)
+    elif problem.M > 1 and first_rows(problem, chip) <= MAX_M:
         sides["C"] = plan_matrix(problem, chip)
     return sides
 
@@ -67,7 +73,7 @@ def measure_case(
 ) -> list[dict[str, Any]]:
     """A row for the exact kernel and one for matrix units, if the plan knows them.
 
-    ``gpu_events`` as `kernel_timer.take_times`; ValueError if no kernel takes it.
+    ``gpu_events`` as `suite.measure`; ValueError if no kernel takes it.
     """
     plans = plans_of(problem)
     buffers = _weights(replace(problem, M=1), env.cache_bytes)
@@ -75,38 +81,17 @@ def measure_case(
     ops = {side: planned(problem, p) for side, p in plans.items()}
     both = ops | {"B": stock(problem)}
     timer = Timer(both, x, buffers, partial(link, problem=problem))
-    cold = len(buffers) >= copies(weight_bytes(problem), env.cache_bytes)
-    warm = [] if cold else ["too small to be cold: the weights stay in the cache"]
-    try:
-        times = take_times(timer, effort, gpu_events, clock)
-        rows = []
-        for side, chosen in plans.items():
-            failures = [*warm]
-            error = error_of(ops[side], x, buffers[0], problem)
-            if not error <= TOLERANCE[problem.x_dtype]:
-                failures.append(f"wrong result: error {error:.3g} of the largest value")
-            moved = matmul_bytes(problem)
-            columns, more = side_columns(times, side, moved, env.chip)
-            if env.executor == "cpu":
-                columns["note"] = "emulation on a CPU: says nothing about any GPU"
-            columns["comparable"] = verdict(effort.repeats, failures + more)
-            rows.append(matmul_row("small_m", problem, chosen, env, effort, **columns))
-    except NoiseError as noise:
-        raise NoiseError(f"{describe(problem)}: {noise}") from noise
-    return rows
+    case = matmul_case(problem, timer)
+    found = measure(case, timer, env, effort, gpu_events, clock)
+    return [matmul_row("small_m", problem, plans[s], **found[s]) for s in plans]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows as a table; cost is the time over that of our exact kernel at M = 1."""
     ones = {_shape(r): r["us"] for r in rows if r["M"] == 1}
-    out = Table(title="µs per launch, median; cost: over our M = 1")
     names = ("K x N", "dtype", "M", "kernel", "us", "cost", "stock", "ratio", "GB/s")
-    for head in (*names, "wall", "stock wall", "spread", ""):
-        out.add_column(head, justify="right")
-
-    def cell(value: float | None, form: str = "{:.1f}") -> str:
-        return "-" if value is None else form.format(value)
-
+    title = "µs per launch, median; cost: over our M = 1"
+    out = table_of(title, (*names, "wall", "stock wall", "spread", ""))
     for r in rows:
         one = ones.get(_shape(r))
         out.add_row(
@@ -117,7 +102,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             cell(r["gbps"], "{:.0f}"),
             *(cell(r[n]) for n in ("wall_us", "stock_wall_us")),
             cell(r["spread"], "{:.1%}"),
-            "" if r["comparable"] == "yes" else r["comparable"],
+            trust(r),
         )
     return out
 

@@ -26,6 +26,8 @@ _DECODE = (
     ("decode spread (IQR / median)", "spread", 100, "{:.1f} %", None),
     ("host: build a step", "build_us", 1, "{:.0f} µs", True),
     ("host: evaluate a step", "eval_us", 1, "{:.0f} µs", True),
+    ("launches a step", "launches", 1, "{:.0f}", None),
+    ("GPU busy", "gpu_busy", 100, "{:.0f} %", None),
     ("peak memory", "peak_bytes", 1e-6, "{:.1f} MB", None),
 )
 

@@ -85,7 +85,8 @@ def merge(
     return _by_head(out, problem.q_len)
 
 
-def _padded(a: mx.array) -> mx.array:
+def padded(a: mx.array) -> mx.array:
+    """A part of a quantised cache that the kernels can read."""
     # Inputs under 8 elements are `constant` in MSL; only tiny caches have so few.
     return a if a.size >= 8 else mx.pad(a, [(0, 0), (0, 0), (0, 8), (0, 0)])
 
@@ -147,8 +148,8 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         elif mask.ndim != 4:
             mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
         if coded:
-            k = [*map(_padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
-            v = [*map(_padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
+            k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
+            v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
             inputs, k_len = [q, *k, *v], k[0].shape[2]
         else:
             inputs, k_len = [q, k, v], k.shape[2]

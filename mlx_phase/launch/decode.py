@@ -5,12 +5,17 @@ from __future__ import annotations
 from types import ModuleType
 
 from ..plan import Plan
+from ..plan_exact import CodesPlan
+from ..plan_qmm import TilePlan
 from ..problem import Matmul
-from . import matmul, matrix
+from . import matmul, matrix, qmm
 
 
 def _launcher(p: Plan) -> ModuleType:
-    return matrix if p.kernel.startswith("qmm_small") else matmul
+    if isinstance(p, TilePlan):
+        return qmm
+    small = isinstance(p, CodesPlan) or p.kernel.startswith("qmm_small")
+    return matrix if small else matmul
 
 
 def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:

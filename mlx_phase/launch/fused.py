@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..plan import Plan, plan_fused
+from ..plan import Plan
+from ..plan_exact import CodesPlan, plan_block
 from ..problem import Matmul
+from . import matrix
 from .matmul import Launch, device_chip, kernel, template, tiles
 
-ACTIVATIONS = {"silu": 0, "gelu_approx": 1}
+# 2 is taken by an activation of experts.
+ACTIVATIONS = {"silu": 0, "gelu_approx": 1, "gelu": 3}
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,24 @@ class Rotary:
     head_dim: int
     dims: int
     traditional: bool
+
+
+def planned(
+    name: str,
+    members: tuple[Matmul, ...],
+    eps: float | None = None,
+    rotary: Rotary | None = None,
+) -> Plan:
+    """The plan of launch ``name`` (``qmv_add``, ``qmv_glu``, ``qmv_qkv``) on this
+    device; ValueError if no kernel takes its matrices."""
+    dims = () if rotary is None else (rotary.head_dim, rotary.dims)
+    return plan_block(name, members, device_chip(), eps is not None, dims)
+
+
+def _tiled(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
+    if isinstance(p, CodesPlan):
+        return matrix.template(problem, p)
+    return template(problem, p)[:-1]
 
 
 def _norm(eps: float | None) -> list[tuple[str, object]]:
@@ -40,7 +61,7 @@ def _rotary(r: Rotary) -> list[tuple[str, object]]:
 def glu_template(p: Plan, problem: Matmul, activation: str, eps: float | None) -> list:
     """Template arguments of ``qmv_glu``."""
     act = ("ACT", ACTIVATIONS[activation])
-    return [*template(problem, p)[:-1], *_norm(eps), act]
+    return [*_tiled(problem, p), *_norm(eps), act]
 
 
 def qkv_template(
@@ -48,12 +69,20 @@ def qkv_template(
 ) -> list:
     """Template arguments of ``qmv_qkv`` and ``qmv_qkv_bias``."""
     bits = [("B1", members[1].bits), ("B2", members[2].bits)]
-    return [*template(members[0], p)[:-1], *_norm(eps), *_rotary(rotary), *bits]
+    return [*_tiled(members[0], p), *_norm(eps), *_rotary(rotary), *bits]
 
 
 def qk_norm_template(dtype: str, rotary: Rotary, eps: float) -> list:
     """Template arguments of ``qk_norm``."""
     return [("T", getattr(mx, dtype)), *_norm(eps)[1:], *_rotary(rotary)]
+
+
+def add_norm_template(dtype: str, K: int, eps: float) -> list:
+    """Template arguments of ``add_norm``."""
+    # Threads of a row hold 16 elements each, at most, or it takes all there may be.
+    threads = next((t for t in (128, 256, 512) if K <= 16 * t), 1024)
+    sizes = [("K", K), ("TG", threads), ("CLIP", dtype == "float16")]
+    return [("T", getattr(mx, dtype)), *_norm(eps)[1:], *sizes]
 
 
 def _tile(p: Plan, count: int, args: list[tuple[str, object]]) -> dict[str, object]:
@@ -69,9 +98,9 @@ def prepare_add(problem: Matmul, p: Plan | None = None) -> Launch:
 
     x [..., K] with M rows, w [N, K * bits / 32], res and the result [..., N].
     """
-    p = p or plan_fused("qmv_add", (problem,), device_chip())
-    run, dtype = kernel("qmv_add"), getattr(mx, problem.x_dtype)
-    launch = _tile(p, tiles(p, problem.N), template(problem, p)[:-1])
+    p = p or planned("qmv_add", (problem,))
+    run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
+    launch = _tile(p, tiles(p, problem.N), _tiled(problem, p))
 
     def call(x, w, scales, biases, res) -> mx.array:
         return run(
@@ -92,8 +121,8 @@ def prepare_glu(
     n is the RMS norm with weight ``norm`` [K] and ``eps``; None: x as it is, and any
     array stands for the weight. gate and up are (w, scales, biases) of one shape.
     """
-    p = p or plan_fused("qmv_glu", (problem, problem), device_chip())
-    run, dtype = kernel("qmv_glu"), getattr(mx, problem.x_dtype)
+    p = p or planned("qmv_glu", (problem, problem), eps)
+    run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
     # A simdgroup's rows are half gate, half up.
     count = tiles(replace(p, rows=p.rows // 2), problem.N)
     launch = _tile(p, count, glu_template(p, problem, activation, eps))
@@ -123,8 +152,8 @@ def prepare_qkv(
     angles fp32 [L, head_dim]: cos in the place of a pair's first dim, sin in that of
     its second.
     """
-    p = p or plan_fused("qmv_qkv", members, device_chip())
-    run = kernel("qmv_qkv_bias" if bias else "qmv_qkv")
+    p = p or planned("qmv_qkv", members, eps, rotary)
+    run = kernel(p.kernel + "_bias" * bias)
     dtype = getattr(mx, members[0].x_dtype)
     heads = [m.N // rotary.head_dim for m in members]
     count = sum(tiles(p, m.N) for m in members)
@@ -161,5 +190,26 @@ def prepare_qk_norm(dtype: str, rotary: Rotary, eps: float) -> Launch:
             grid=(32 * rows, 1, 1),
             threadgroup=(32, 1, 1),
         )
+
+    return call
+
+
+def prepare_add_norm(dtype: str, K: int, eps: float) -> Launch:
+    """A function ``(x, norm, res) -> res + n(x)`` of rows of K, n the RMS norm.
+
+    x and res [..., K] of ``dtype``, norm [K]. float16 is clipped to what it can hold.
+    """
+    run, args = kernel("add_norm"), add_norm_template(dtype, K, eps)
+    threads = dict(args)["TG"]
+
+    def call(x, norm, res) -> mx.array:
+        return run(
+            inputs=[x, norm, res],
+            output_shapes=[x.shape],
+            output_dtypes=[x.dtype],
+            template=args,
+            grid=(threads * (x.size // K), 1, 1),
+            threadgroup=(threads, 1, 1),
+        )[0]
 
     return call

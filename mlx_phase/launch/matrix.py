@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..plan import Plan
+from ..plan_exact import STAGES, CodesPlan
 from ..plan_matrix import plan_matrix
 from ..problem import Matmul
 from .matmul import Launch, device_chip, kernel
@@ -14,11 +15,14 @@ def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names, in the order of its text."""
     args = [("T", getattr(mx, problem.x_dtype)), ("bits", problem.bits)]
     args += [("group", problem.group_size), ("M", problem.M)]
-    return args + [("R", p.rows // 16), ("KS", p.k_simdgroups)]
+    args += [("R", p.rows // 16), ("KS", p.k_simdgroups)]
+    if isinstance(p, CodesPlan):
+        args += [("U", p.groups), ("ST", STAGES)]
+    return args
 
 
 def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
-    """A function ``(x, w, scales, biases) -> y``; rows of y are not exact.
+    """A function ``(x, w, scales, biases) -> y``; exact rows with a CodesPlan only.
 
     x: [..., K] with M rows in all; w: packed uint32 [N, K * bits / 32]; y: [..., N] of
     x's dtype. ValueError if no kernel supports the problem.

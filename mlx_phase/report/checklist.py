@@ -107,7 +107,7 @@ def _block_m(a: Analysis):
         "Tile rows for decode aligned to the matrix units?",
         DONE if a.decode.rows <= MAX_M else PART,
         f"no matrix units are used up to M = {MAX_M}: each row is a dot product, so "
-        "there is no tile to pad; above, MLX's own tiles",
+        "there is no tile to pad; above, tiles of 32 or 64 rows",
     )
 
 
@@ -142,7 +142,7 @@ def _draft(a: Analysis):
         return question, PART, "the chip's rates are not known, so no break-even"
     at = record["break_even"]
     shown = "never gains" if at is None else f"break-even at {at:.0%} accepted"
-    served = "decode kernels" if record["M"] <= MAX_M else "stock MLX"
+    served = "decode kernels" if record["M"] <= MAX_M else "prefill or stock"
     return question, DONE, f"M = {record['M']} runs {served}; {shown} (bound)"
 
 
@@ -175,7 +175,7 @@ def _dequant(a: Analysis):
         return question, DONE, "weights are plain: nothing to dequantise"
     why = "in registers, inside the K loop; no buffer of plain weights is written"
     if a.decode.rows > MAX_M:
-        why = f"stock MLX serves M = {a.decode.rows}; its kernels dequantise in a tile"
+        why = f"M = {a.decode.rows}: once in each tile, ours or stock MLX's"
     return question, DONE, why
 
 

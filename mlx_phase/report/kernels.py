@@ -7,11 +7,21 @@ from typing import Any
 
 from ..plan import MAX_M, Plan, plan, plan_shared, supports, supports_shared
 from ..plan_attention import MAX_Q_LEN, plan_sdpa, supports_sdpa
+from ..plan_prefill_attention import (
+    chunks_of,
+    plan_prefill,
+    stays_stock,
+    supports_prefill,
+)
+from ..plan_qmm import TilePlan, plan_qmm
+from ..plan_qmm import stays_stock as product_stays_stock
 from ..problem import Attention, Matmul, Sdpa
 from ..roofline import kv_bytes, machine_balance
 from ..step import ATTENTION, Operation, Pass
 from .analysis import Analysis, grouped, side
 
+# Kernels on matrix units, which have a peak of their own.
+_MATRIX = ("sdpa_matrix", "sdpa_prefill", "qmm")
 # A launch costs about this much ("Optimize Prefill Vs Decode Kernels", design rules).
 LAUNCH_US = 5.0
 # Matrices that read the same x and share a launch where all of them are alike.
@@ -72,12 +82,12 @@ def _launches(
         alike.setdefault((o.count, replace(o.problem, N=0)), []).append(o)
     rows = []
     for members in alike.values():
-        if _shared(members) or _refused(members):
+        if _shared(members) or _refused(analysis, members):
             rows.append(members)
             continue
         same: dict[Plan, list[Operation]] = {}
         for o in members:
-            same.setdefault(plan(o.problem, analysis.chip), []).append(o)
+            same.setdefault(_plan_of(analysis, o.problem), []).append(o)
         rows += same.values()
     return rows
 
@@ -88,27 +98,41 @@ def _shared(members: list[Operation]) -> bool:
     return siblings and supports_shared(tuple(o.problem for o in members)) is None
 
 
-def _refused(members: list[Operation]) -> str | None:
-    """Why no kernel takes these products, or None."""
+def _plan_of(analysis: Analysis, problem: Matmul) -> Plan:
+    make = plan_qmm if problem.M > MAX_M else plan
+    return make(problem, analysis.chip)
+
+
+def _refused(analysis: Analysis, members: list[Operation]) -> str | None:
+    """Why stock computes these products, or None."""
     if members[0].name.startswith("expert"):
         return "experts are 3-D weights (gather_qmm): kernels take one matrix"
-    return next((why for o in members if (why := supports(o.problem))), None)
+    problems = [o.problem for o in members]
+    if problems[0].M > MAX_M:
+        whys = [product_stays_stock(p, analysis.chip) for p in problems]
+    else:
+        whys = [supports(p) for p in problems]
+    return next(filter(None, whys), None)
 
 
 def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
     first = members[0].problem
     if isinstance(first, Attention):
-        problem = _decode_attention(first)
-        if (why := supports_sdpa(problem)) is None:
+        problem = _attention(first)
+        if first.q_len > MAX_Q_LEN:
+            why = supports_prefill(problem) or stays_stock(problem, analysis.chip)
+            if why is None:
+                return _our_prefill(problem, analysis, members)
+        elif (why := supports_sdpa(problem)) is None:
             return _our_attention(problem, analysis, members)
         kernel, stock_why = mlx_attention(first, analysis)
         return _stock(kernel, f"{why}; {stock_why}", members)
-    if (why := _refused(members)) is not None:
+    if (why := _refused(analysis, members)) is not None:
         return _stock("stock MLX", why, members)
     if _shared(members):
         chosen = plan_shared(tuple(o.problem for o in members), analysis.chip)
         return _ours(chosen, members[0].count)
-    record = _ours(plan(first, analysis.chip), sum(o.count for o in members))
+    record = _ours(_plan_of(analysis, first), sum(o.count for o in members))
     if first.mode == "none":
         record["reason"] += (
             '; plain weights: served with patch(linear="all"), else stock'
@@ -138,7 +162,7 @@ def _ours(chosen: Plan, launches: int) -> dict[str, Any]:
     }
 
 
-def _decode_attention(a: Attention) -> Sdpa:
+def _attention(a: Attention) -> Sdpa:
     """What the kernels are asked for; a cache with a window holds no more keys."""
     form = {"k_bits": a.kv_bits, "v_bits": a.kv_bits}
     form |= {"k_group": a.kv_group, "v_group": a.kv_group}
@@ -166,7 +190,24 @@ def _our_attention(
     }
 
 
+def _our_prefill(
+    problem: Sdpa, analysis: Analysis, members: list[Operation]
+) -> dict[str, Any]:
+    p = plan_prefill(problem, analysis.chip)
+    chunks = chunks_of(problem, p, problem.q_len, problem.k_len)
+    return {
+        "kernel": p.kernel,
+        "tile": f"{p.simdgroups}x{p.rows}",
+        "split": f"1x{chunks}" if chunks > 1 else "none",
+        "launches": sum(o.count for o in members) * (2 if chunks > 1 else 1),
+        "exact": p.exact,
+        "reason": p.reason,
+    }
+
+
 def _tile(p: Plan) -> str:
+    if isinstance(p, TilePlan):
+        return f"{p.tile.BM}x{p.tile.BN}"
     own = p.simdgroups // p.k_simdgroups
     return f"{own}x{p.rows}"
 
@@ -214,7 +255,7 @@ def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> st
     flops, moved = sum(o.flops for o in members), sum(o.bytes for o in members)
     launches, balance = chosen["launches"], analysis.balance
     ours = not chosen["kernel"].startswith("stock")
-    if ours and chosen["kernel"] != "sdpa_matrix":
+    if ours and not chosen["kernel"].startswith(_MATRIX):
         balance = machine_balance(analysis.fma_chip(1))
     where = side(flops, moved, balance)
     if where == "unknown":
@@ -223,7 +264,8 @@ def bottleneck(analysis: Analysis, members: list[Operation], chosen: dict) -> st
     if us < LAUNCH_US:
         return f"launch ({us:.1f} us of work)"
     if where != "memory":
-        math = "FMA rate" if ours else "compute"
+        matrix = chosen["kernel"].startswith(_MATRIX)
+        math = "FMA rate" if ours and not matrix else "compute"
         return math if where == "compute" else f"knee: {math} and bandwidth"
     if isinstance(members[0].problem, Attention):
         cache = sum(kv_bytes(o.problem) * o.count for o in members)

@@ -224,14 +224,15 @@ def selection(a: Analysis) -> Section:
     lines = [f"{', '.join(who)}: {why}." for why, who in reasons.items()]
     lines.append(
         "Stock MLX chooses its own tile and split, shown as a dash. Tile: simdgroups "
-        "of a threadgroup x rows of each. Split: simdgroups (x threadgroups) that "
-        "share the K of a row, in attention the keys. The plan is what the tables of "
-        "mlx_phase say; a kernel serves only after it passed its check on the machine."
+        "of a threadgroup x rows of each; of prefill products, rows of x and of W. "
+        "Split: simdgroups (x threadgroups) that share the K of a row, in attention "
+        "the keys. The plan is what the tables of mlx_phase say; a kernel serves only "
+        "after it passed its check on the machine."
     )
     if any(r["kernel"] in ("qmv_pair", "qmv_triple") for r in records):
         lines.append(
-            "On plain caches, blocks that patch can fuse take qmv_qkv for QKV, qmv_add "
-            "for output and down and qmv_glu for gate/up, from the same tables."
+            "Blocks that patch can fuse take qmv_qkv for QKV, qmv_add for output and "
+            "down and qmv_glu for gate/up, from the same tables."
         )
     formats = {(w.operation, w.format) for w in a.shapes.weights}
     if len(formats) > len({name for name, _ in formats}):

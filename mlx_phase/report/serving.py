@@ -166,7 +166,7 @@ def _batches(a: Analysis) -> Table:
                 "kv_bytes": s.kv_bytes,
                 "gain": gain,
                 "gain_without_cache": b * without[1] / without[b],
-                "kernel": "decode kernels" if b <= MAX_M else "stock MLX",
+                "kernel": "decode kernels" if b <= MAX_M else "prefill or stock",
             }
         )
     columns = [
@@ -255,7 +255,7 @@ def speculation(a: Analysis) -> Section:
         f"--draft-cost). Best of the table then: {k} drafted, {gain:.2f}x at most.",
         f"Kernels: up to M = {MAX_M} the same decode kernel with fewer rows a "
         "simdgroup and the same split of K, so a product's rows keep their bits; "
-        "above, stock MLX. Its attention may split the cache otherwise for more rows.",
+        "above, prefill kernels or stock MLX, whose rows do not.",
         "A dash is a break-even above 100 %: it never gains. Rejected drafts cost: "
         "measure acceptance on your own prompts before trusting a table.",
     ]

@@ -129,7 +129,7 @@ def flips(a: Analysis) -> list[str]:
     rows = MAX_M // o.batch
     found.append(
         f"Larger batch or draft: batch x (drafted + 1) above {MAX_M} leaves the decode "
-        f"kernels for stock MLX and loses exact rows; at batch {o.batch} that is "
+        f"kernels and loses exact rows; at batch {o.batch} that is "
         + (f"from {rows} drafted tokens on." if rows else "the case already.")
     )
     crossover = step.attention_crossover(shapes)
