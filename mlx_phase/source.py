@@ -9,102 +9,63 @@ from pathlib import Path
 
 # Ordered, never globbed: a file may use only what stands before it. Same table
 # in metal/README.md (tests/test_source.py compares them).
-_FUSED = ("base.h", "dequant.h", "activate.h", "qmv.metal", "qmv_fused.metal")
+# What weights are: affine codes, floats of 4 or 8 bits, or a cache's plain elements.
+_AFFINE = ("base.h", "dequant.h")
+_FLOATS = ("base.h", "dequant_fp.h")
+_PLAIN = ("base.h", "sdpa_plain.h")
+_MMA = ("mma.h", "columns.h", "operands.h")
+_FUSED = (*_AFFINE, "activate.h", "qmv.metal", "qmv_fused.metal")
 _QKV = (*_FUSED, "qmv_qkv.metal")
-_GATHER = (*_FUSED, "gather.h", "gather.metal")
-_GATHER_FP = ("base.h", "dequant_fp.h", *_GATHER[2:])
-_EXPERTS = ("mma.h", "columns.h", "operands.h", "qmm_tile.h", "gather_qmm.metal")
-_EXPERTS_GLU = ("activate.h", *_EXPERTS[:-1], "gather.h", _EXPERTS[-1])
 _CODES = ("base.h", "mma.h", "columns.h", "qmm_codes.h")
-_TILE = ("mma.h", "columns.h", "operands.h", "qmm_tile.h", "qmm.metal")
-_QMM = ("base.h", "dequant.h", *_TILE)
+_CODES_FUSED = (*_CODES, "activate.h", "qmm_codes.metal")
+_TILE = (*_MMA, "qmm_tile.h", "qmm.metal")
+_GATHER = (*_FUSED[2:], "gather.h", "gather.metal")
+_EXPERTS = (*_MMA, "qmm_tile.h", "gather_qmm.metal")
+_EXPERTS_GLU = ("activate.h", *_EXPERTS[:-1], "gather.h", _EXPERTS[-1])
+_SPLIT = ("sdpa.h", "sdpa_place.h", "sdpa_split.metal")
+_MATRIX = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_codes.h", "sdpa_matrix.metal")
+_PREFILL = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_prefill.metal")
 KERNELS: dict[str, tuple[str, ...]] = {
-    "qmm": _QMM,
-    "qmm_fp": ("base.h", "dequant_fp.h", *_TILE),
-    "qmm_plain": _QMM,
-    "qmm_add": _QMM,
-    "qmm_glu": ("base.h", "dequant.h", "activate.h", *_TILE),
-    "qmv": ("base.h", "dequant.h", "qmv.metal"),
-    "qmv_fp": ("base.h", "dequant_fp.h", "qmv.metal"),
-    "qmv_pair": ("base.h", "dequant.h", "qmv.metal"),
-    "qmv_triple": ("base.h", "dequant.h", "qmv.metal"),
+    "qmv": (*_AFFINE, "qmv.metal"),
+    "qmv_fp": (*_FLOATS, "qmv.metal"),
+    "qmv_pair": (*_AFFINE, "qmv.metal"),
+    "qmv_triple": (*_AFFINE, "qmv.metal"),
     "qmv_reduce": ("qmv_reduce.metal",),
     "gemv": ("base.h", "gemv.metal"),
-    "qmm_small": (
-        "base.h",
-        "dequant.h",
-        "mma.h",
-        "columns.h",
-        "operands.h",
-        "qmm_small.metal",
-    ),
-    "qmm_small_fp": (
-        *(
-            "base.h",
-            "dequant_fp.h",
-            "mma.h",
-            "columns.h",
-            "operands.h",
-            "qmm_small.metal",
-        ),
-    ),
-    "qmm_codes": (*_CODES, "activate.h", "qmm_codes.metal"),
-    "qmm_codes_add": (*_CODES, "activate.h", "qmm_codes.metal"),
-    "qmm_codes_glu": (*_CODES, "activate.h", "qmm_codes.metal"),
-    "qmm_codes_qkv": (*_CODES, "qmm_codes_qkv.metal"),
-    "qmm_codes_qkv_bias": (*_CODES, "qmm_codes_qkv.metal"),
-    "sdpa_split": (
-        *("base.h", "sdpa_plain.h", "sdpa.h", "sdpa_place.h", "sdpa_split.metal"),
-    ),
-    "sdpa_split_codes": (
-        *("base.h", "dequant.h", "sdpa.h", "sdpa_place.h", "sdpa_split.metal"),
-    ),
-    "sdpa_reduce": ("base.h", "sdpa.h", "sdpa_reduce.metal"),
-    "sdpa_matrix": (
-        "base.h",
-        "sdpa_plain.h",
-        "mma.h",
-        "columns.h",
-        "operands.h",
-        "sdpa.h",
-        "sdpa_place.h",
-        "sdpa_codes.h",
-        "sdpa_matrix.metal",
-    ),
-    "sdpa_matrix_codes": (
-        "base.h",
-        "dequant.h",
-        "mma.h",
-        "columns.h",
-        "operands.h",
-        "sdpa.h",
-        "sdpa_place.h",
-        "sdpa_codes.h",
-        "sdpa_matrix.metal",
-    ),
-    "sdpa_prefill": (
-        *("base.h", "sdpa_plain.h", "mma.h", "columns.h", "operands.h", "sdpa.h"),
-        *("sdpa_place.h", "sdpa_prefill.metal"),
-    ),
-    "sdpa_prefill_codes": (
-        *("base.h", "dequant.h", "mma.h", "columns.h", "operands.h", "sdpa.h"),
-        *("sdpa_place.h", "sdpa_prefill.metal"),
-    ),
     "qmv_add": _FUSED,
     "qmv_glu": _FUSED,
     "qmv_qkv": _QKV,
     "qmv_qkv_bias": _QKV,
     "qk_norm": ("qk_norm.metal",),
     "add_norm": ("base.h", "add_norm.metal"),
-    "gather_qmv": _GATHER,
-    "gather_qmv_fp": _GATHER_FP,
-    "gather_glu": _GATHER,
-    "gather_glu_fp": _GATHER_FP,
+    "qmm_small": (*_AFFINE, *_MMA, "qmm_small.metal"),
+    "qmm_small_fp": (*_FLOATS, *_MMA, "qmm_small.metal"),
+    "qmm_codes": _CODES_FUSED,
+    "qmm_codes_add": _CODES_FUSED,
+    "qmm_codes_glu": _CODES_FUSED,
+    "qmm_codes_qkv": (*_CODES, "qmm_codes_qkv.metal"),
+    "qmm_codes_qkv_bias": (*_CODES, "qmm_codes_qkv.metal"),
+    "qmm": (*_AFFINE, *_TILE),
+    "qmm_fp": (*_FLOATS, *_TILE),
+    "qmm_plain": (*_AFFINE, *_TILE),
+    "qmm_add": (*_AFFINE, *_TILE),
+    "qmm_glu": (*_AFFINE, "activate.h", *_TILE),
+    "sdpa_split": (*_PLAIN, *_SPLIT),
+    "sdpa_split_codes": (*_AFFINE, *_SPLIT),
+    "sdpa_reduce": ("base.h", "sdpa.h", "sdpa_reduce.metal"),
+    "sdpa_matrix": (*_PLAIN, *_MATRIX),
+    "sdpa_matrix_codes": (*_AFFINE, *_MATRIX),
+    "sdpa_prefill": (*_PLAIN, *_PREFILL),
+    "sdpa_prefill_codes": (*_AFFINE, *_PREFILL),
+    "gather_qmv": (*_AFFINE, *_GATHER),
+    "gather_qmv_fp": (*_FLOATS, *_GATHER),
+    "gather_glu": (*_AFFINE, *_GATHER),
+    "gather_glu_fp": (*_FLOATS, *_GATHER),
     "gather_tiles": ("gather_tiles.metal",),
-    "gather_qmm": ("base.h", "dequant.h", *_EXPERTS),
-    "gather_qmm_fp": ("base.h", "dequant_fp.h", *_EXPERTS),
-    "gather_qmm_glu": ("base.h", "dequant.h", *_EXPERTS_GLU),
-    "gather_qmm_glu_fp": ("base.h", "dequant_fp.h", *_EXPERTS_GLU),
+    "gather_qmm": (*_AFFINE, *_EXPERTS),
+    "gather_qmm_fp": (*_FLOATS, *_EXPERTS),
+    "gather_qmm_glu": (*_AFFINE, *_EXPERTS_GLU),
+    "gather_qmm_glu_fp": (*_FLOATS, *_EXPERTS_GLU),
 }
 
 _MARK = re.compile(r"^//! kernel (\w+) \(([\w, ]*)\) -> \(([\w, ]*)\)$", re.M)
