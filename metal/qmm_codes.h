@@ -151,11 +151,12 @@ METAL_FUNC float scale_at(const thread uint* w, const int u) {
 template <>
 METAL_FUNC float scale_at<float>(const thread uint* w, const int u) { return as_type<float>(w[u]); }
 
-// Group g of the rows of x, as lanes find it: to [NB][group / 8].
-template <typename T, int bits, int group, int M, bool WIDE>
+// Group g of the M rows of x, as lanes find it: to [NB][group / 8]. The last row stands in for those
+// that are missing of 8 NB.
+template <typename T, int bits, int group, int NB, bool WIDE>
 METAL_FUNC void fetch_x(
-    const device T* x, const int K, const int g, const int row, const int col, thread PAIR(T)* to) {
-  const int NB = (M + 7) / 8, RUN = group / 4, mine = g * group + col * RUN, its = g * group + row / 2 * RUN;
+    const device T* x, const int M, const int K, const int g, const int row, const int col, thread PAIR(T)* to) {
+  const int RUN = group / 4, mine = g * group + col * RUN, its = g * group + row / 2 * RUN;
   UNROLL for (int n = 0; n < NB; n++)
     fetch_columns<T, code_partner<bits>(), RUN, WIDE>(
         x + (size_t)min(n * 8 + row, M - 1) * K + mine, x + (size_t)min(n * 8 + 2 * col, M - 1) * K + its,
@@ -164,11 +165,11 @@ METAL_FUNC void fetch_x(
 
 // acc [R][NB][4] as mma16 leaves it, of the steps ks, ks + KS, ... NORM: x is multiplied by nw [K], and
 // sq [NB][4] is what column_squares takes. stages: the simdgroup's own, ST of them.
-template <typename T, int bits, int group, int M, int R, int KS, int U, int ST, bool WIDE, bool NORM>
+template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool WIDE, bool NORM>
 METAL_FUNC void code_rows(
     const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint* stages, thread float* acc,
-    thread float* sq, const int K, const int ks, const uint lane) {
-  const int NB = (M + 7) / 8, NP = group / 8, P = code_partner<bits>(), A = NB * 4;
+    thread float* sq, const int M, const int K, const int ks, const uint lane) {
+  const int NP = group / 8, P = code_partner<bits>(), A = NB * 4;
   const int RW = code_words<bits, group, U>(), NS = scale_words<T, U>(), NW = RW / U / 4, HI = bits == 8 ? A : 0;
   const int SIZE = stage_words<T, bits, group, R, U>();
   const int row = TILE_ROW(lane), col = TILE_COL(lane), steps = K / (group * U);
@@ -185,8 +186,8 @@ METAL_FUNC void code_rows(
   PAIR(T) next_x[U * NB * NP], next_norm[NORM ? U * NP : 1];
   UNROLL for (int u = 0; u < U; u++) {
     const int g = min(ks, steps - 1) * U + u;
-    fetch_x<T, bits, group, M, WIDE>(x, K, g, row, col, next_x + u * NB * NP);
-    if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, K, g, row, col, next_norm + u * NP);
+    fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + u * NB * NP);
+    if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + u * NP);
   }
   int now = 0;
   for (int step = ks; step < steps; step += KS) {
@@ -210,8 +211,8 @@ METAL_FUNC void code_rows(
         UNROLL for (int i = 0; i < NB * NP; i++) x_of[i] = pair_times<T>(x_of[i], norm[i % NP]);
       }
       const int g = min(step + KS, steps - 1) * U + u;
-      fetch_x<T, bits, group, M, WIDE>(x, K, g, row, col, next_x + u * NB * NP);
-      if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, K, g, row, col, next_norm + u * NP);
+      fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + u * NB * NP);
+      if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + u * NP);
       float sum[A];
       UNROLL for (int i = 0; i < A; i++) sum[i] = 0;
       UNROLL for (int n = 0; n < NB; n++)
@@ -298,25 +299,25 @@ template <int NB>
 METAL_FUNC int sum_row(const int i, const uint lane) { return i / 4 / NB * 16 + i % 4 / 2 * 8 + TILE_ROW(lane); }
 
 // 16-byte chunks of threadgroup memory: stages, and later sums.
-template <typename T, int bits, int group, int M, int R, int KS, int U, int ST, bool NORM>
+template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool NORM>
 METAL_FUNC constexpr int shared_chunks() {
-  return KS * (ST * stage_words<T, bits, group, R, U>() > 32 * ((M + 7) / 8) * (R * 4 + (NORM ? 2 : 0))
+  return KS * (ST * stage_words<T, bits, group, R, U>() > 32 * NB * (R * 4 + (NORM ? 2 : 0))
                    ? ST * stage_words<T, bits, group, R, U>() / 4
-                   : 8 * ((M + 7) / 8) * (R * 4 + (NORM ? 2 : 0)));
+                   : 8 * NB * (R * 4 + (NORM ? 2 : 0)));
 }
 // The products of the KS simdgroups' tiles with x, as share_sums leaves them.
-template <typename T, int bits, int group, int M, int R, int KS, int U, int ST, bool NORM>
+template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool NORM>
 METAL_FUNC void code_product(
-    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint4* shared, const int K, const int ks,
-    const uint lane) {
-  const int NB = (M + 7) / 8, A = R * NB * 4;
+    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint4* shared, const int M, const int K,
+    const int ks, const uint lane) {
+  const int A = R * NB * 4;
   float acc[A], sq[NORM ? NB * 4 : 1];
   threadgroup uint* stages = (threadgroup uint*)shared + ks * ST * stage_words<T, bits, group, R, U>();
   // All threads of the grid take the same branch.
   if (ALIGNED(x, 16) && (!NORM || ALIGNED(nw, 16)) && ALIGNED(at.w, 16) && ALIGNED(at.s, 8) && ALIGNED(at.b, 8) &&
       ALIGNED(at.w2, 16) && ALIGNED(at.s2, 8) && ALIGNED(at.b2, 8))
-    code_rows<T, bits, group, M, R, KS, U, ST, true, NORM>(x, nw, at, stages, acc, sq, K, ks, lane);
+    code_rows<T, bits, group, NB, R, KS, U, ST, true, NORM>(x, nw, at, stages, acc, sq, M, K, ks, lane);
   else
-    code_rows<T, bits, group, M, R, KS, U, ST, false, NORM>(x, nw, at, stages, acc, sq, K, ks, lane);
+    code_rows<T, bits, group, NB, R, KS, U, ST, false, NORM>(x, nw, at, stages, acc, sq, M, K, ks, lane);
   share_sums<A, KS, NB, NORM>(acc, sq, (threadgroup float*)shared, ks, lane);
 }

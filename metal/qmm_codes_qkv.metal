@@ -2,17 +2,17 @@
 // embedding after. R is 2: a lane holds both elements of each pair that rotates.
 
 // Rows row .. row + 31 of q, k or v.
-template <typename T, int bits, int group, int M, int KS, int U, int ST, bool NORM, int EPS, int D, int ROT,
+template <typename T, int bits, int group, int NB, int KS, int U, int ST, bool NORM, int EPS, int D, int ROT,
           bool TRAD, bool BIAS>
 METAL_FUNC void qkv_tiles(
     const device T* x, const device T* nw, const device uint* w, const device T* s, const device T* b,
-    const device T* bias, const device float* cs, device T* y, threadgroup uint4* shared, const int N, const int K,
-    const int L, const int row, const bool rotates, const uint ks, const uint lane) {
-  const int NB = (M + 7) / 8, A = 8 * NB, ALL = NORM ? A + 2 * NB : A, u = row % D;
+    const device T* bias, const device float* cs, device T* y, threadgroup uint4* shared, const int M, const int N,
+    const int K, const int L, const int row, const bool rotates, const uint ks, const uint lane) {
+  const int A = 8 * NB, ALL = NORM ? A + 2 * NB : A, u = row % D;
   const bool turns = rotates && u < ROT, fold = turns && TRAD;
   const int first = turns && !TRAD ? row - u / 2 : row, second = first + (turns && !TRAD ? ROT / 2 : 16);
   const Tiles<T> at = tiles_at(w, s, b, w, s, b, first, second, fold);
-  code_product<T, bits, group, M, 2, KS, U, ST, NORM>(x, nw, at, shared, K, ks, lane);
+  code_product<T, bits, group, NB, 2, KS, U, ST, NORM>(x, nw, at, shared, M, K, ks, lane);
   const threadgroup float* part = (const threadgroup float*)shared;
   for (int i = ks; i < A / 2; i += KS) {
     // The sums of two rows: a tile's row and that 8 below it, or the same row of both tiles.
@@ -36,21 +36,21 @@ METAL_FUNC void qkv_tiles(
 
 //! kernel qmm_codes_qkv (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, k, v)
 // As qmv_qkv. N of each matrix is a multiple of 32.
-threadgroup uint4 shared[shared_chunks<T, bits, group, M, 2, KS, U, ST, NORM>()];
+threadgroup uint4 shared[shared_chunks<T, bits, group, NB, 2, KS, U, ST, NORM>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
-const int row = threadgroup_position_in_grid.x * 32;
+const int row = threadgroup_position_in_grid.x * 32, M = ONE ? 1 : x_shape[0] * x_shape[1];
 const bool in0 = row < N0, in1 = row < N0 + N1;
-qkv_tiles<T, bits, group, M, KS, U, ST, NORM, EPS, D, ROT, TRAD, false>(
+qkv_tiles<T, bits, group, NB, KS, U, ST, NORM, EPS, D, ROT, TRAD, false>(
     x, nw, in0 ? w0 : in1 ? w1 : w2, in0 ? s0 : in1 ? s1 : s2, in0 ? b0 : in1 ? b1 : b2, nw, cs,
-    in0 ? q : in1 ? k : v, shared, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0], row - (in0 ? 0 : in1 ? N0 : N0 + N1),
+    in0 ? q : in1 ? k : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0], row - (in0 ? 0 : in1 ? N0 : N0 + N1),
     in1, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 
 //! kernel qmm_codes_qkv_bias (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, k, v)
-threadgroup uint4 shared[shared_chunks<T, bits, group, M, 2, KS, U, ST, NORM>()];
+threadgroup uint4 shared[shared_chunks<T, bits, group, NB, 2, KS, U, ST, NORM>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
-const int row = threadgroup_position_in_grid.x * 32;
+const int row = threadgroup_position_in_grid.x * 32, M = ONE ? 1 : x_shape[0] * x_shape[1];
 const bool in0 = row < N0, in1 = row < N0 + N1;
-qkv_tiles<T, bits, group, M, KS, U, ST, NORM, EPS, D, ROT, TRAD, true>(
+qkv_tiles<T, bits, group, NB, KS, U, ST, NORM, EPS, D, ROT, TRAD, true>(
     x, nw, in0 ? w0 : in1 ? w1 : w2, in0 ? s0 : in1 ? s1 : s2, in0 ? b0 : in1 ? b1 : b2, in0 ? c0 : in1 ? c1 : c2,
-    cs, in0 ? q : in1 ? k : v, shared, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0],
+    cs, in0 ? q : in1 ? k : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0],
     row - (in0 ? 0 : in1 ? N0 : N0 + N1), in1, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

@@ -47,7 +47,7 @@ MEMORY |= {k: [PAIRS.format("*SHARE")] for k in ("gather_qmv", "gather_qmv_fp")}
 MEMORY |= {k: [PAIRS.format("")] for k in ("gather_glu", "gather_glu_fp")}
 
 # test_qmm_codes.py has the bounds of the stages.
-STAGES = "uint4 shared[shared_chunks<T,bits,group,M,{},KS,U,ST,{}>()]"
+STAGES = "uint4 shared[shared_chunks<T,bits,group,NB,{},KS,U,ST,{}>()]"
 MEMORY |= {k: [STAGES.format("R", "false")] for k in ("qmm_codes", "qmm_codes_add")}
 MEMORY["qmm_codes_glu"] = [STAGES.format("R", "NORM")]
 MEMORY |= {

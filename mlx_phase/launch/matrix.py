@@ -14,11 +14,13 @@ from .matmul import Launch, device_chip, kernel
 def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names, in the order of its text."""
     args = [("T", getattr(mx, problem.x_dtype)), ("bits", problem.bits)]
-    args += [("group", problem.group_size), ("M", problem.M)]
-    args += [("R", p.rows // 16), ("KS", p.k_simdgroups)]
+    args += [("group", problem.group_size)]
+    tile = [("R", p.rows // 16), ("KS", p.k_simdgroups)]
     if isinstance(p, CodesPlan):
-        args += [("U", p.groups), ("ST", STAGES)]
-    return args
+        # More rows than one are counted on the device: a kernel for 8, and one for 16.
+        rows = [("NB", -(-problem.M // 8)), ("ONE", problem.M == 1)]
+        return [*args, *rows, *tile, ("U", p.groups), ("ST", STAGES)]
+    return [*args, ("M", problem.M), *tile]
 
 
 def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
