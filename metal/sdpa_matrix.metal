@@ -60,7 +60,7 @@ struct SdpaMatrix {
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
       const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
-      const bool wide, const Mask mask, const uint4 mask_steps, const S sinks, device O* out, device float* ml,
+      const bool wide, const Mask mask, const int4 mask_steps, const S sinks, device O* out, device float* ml,
       threadgroup float* part, threadgroup float* state, const thread Place& at, const int stride) {
     const float scale = q_scale * LOG2E;
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
@@ -322,7 +322,7 @@ const typename X::V vr = {
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
-    even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : uint4(0),
+    even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
@@ -345,5 +345,5 @@ const bool wide = even(q, q_strides) && even(k, k_strides) && even(v, v_strides)
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
-    wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : uint4(0),
+    wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, at, threadgroups_per_grid.y);

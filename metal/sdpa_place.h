@@ -29,13 +29,14 @@ METAL_FUNC size_t state_at(const thread Place& at, const int n) {
   return ((size_t)(at.b * at.Hq + at.head) * at.q_len + n) * at.chunks + at.chunk;
 }
 
-// What a mask adds to a score, and its strides: dimensions of size 1 are there for everyone.
+// What a mask adds to a score, and its strides: dimensions of size 1 are there for everyone. Views may
+// run backwards, so strides have signs.
 template <typename A>
 METAL_FUNC float added(const A m) { return float(m); }
 METAL_FUNC float added(const bool m) { return m ? 0.0f : -INFINITY; }
 template <typename Ints, typename Longs>
-METAL_FUNC uint4 mask_steps(const Ints shape, const Longs strides) {
-  return uint4(
+METAL_FUNC int4 mask_steps(const Ints shape, const Longs strides) {
+  return int4(
       shape[0] == 1 ? 0 : strides[0], shape[1] == 1 ? 0 : strides[1], shape[2] == 1 ? 0 : strides[2],
       shape[3] == 1 ? 0 : strides[3]);
 }

@@ -51,17 +51,17 @@ struct Steps {
   const device uchar* data;
   const device uchar* scales;
   const device uchar* biases;
-  uint stride, scale_stride, bias_stride;  // in bytes
+  int stride, scale_stride, bias_stride;  // in bytes
 
   template <bool WIDE>
   METAL_FUNC void load(const int key, const uint unit, thread uint* w, thread T* sb) const {
     if (unit * 8 >= DIM) return;
-    const device uchar* p = data + (size_t)uint(key) * stride + unit * B;
+    const device uchar* p = data + (long)key * stride + unit * B;
     typedef const device conditional_t<CODED, uint, T>* At;
     EACH(i, (NW + 3) / 4) load_run<NW < 4 ? NW : 4, WIDE>((At)p + i * 16 / sizeof(T), w + 4 * i);
     if (CODED) {
-      sb[0] = ((const device T*)(scales + (size_t)uint(key) * scale_stride))[unit * 8 / G];
-      sb[1] = ((const device T*)(biases + (size_t)uint(key) * bias_stride))[unit * 8 / G];
+      sb[0] = ((const device T*)(scales + (long)key * scale_stride))[unit * 8 / G];
+      sb[1] = ((const device T*)(biases + (long)key * bias_stride))[unit * 8 / G];
     }
   }
   // A unit as words of T, in the order of `along`; what is behind DIM is 0.
@@ -170,8 +170,8 @@ struct SdpaPrefill {
   // keys: of a chunk.
   template <typename Mask, typename Sinks, typename O>
   static METAL_FUNC void run(
-      const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
-      const bool wide, const Mask mask, const uint4 mask_steps, const Sinks sinks, device O* out, device float* ml,
+      const device T* q, const int3 q_steps, const float q_scale, const thread K& k, const thread V& v,
+      const bool wide, const Mask mask, const int4 mask_steps, const Sinks sinks, device O* out, device float* ml,
       threadgroup uint4* k_tile, threadgroup uint4* v_tile, const thread Place& at, const int keys) {
     const float scale = q_scale * LOG2E;
     const int lane_row = TILE_ROW(at.lane), col = TILE_COL(at.lane), odd_row = lane_row ^ 1, rows = at.G * at.q_len;
@@ -191,12 +191,12 @@ struct SdpaPrefill {
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
     }
     uint qs[NB * K::PAD / 8 * S];
-    q += at.b * q_steps.x + at.head * q_steps.y;
+    q += (long)at.b * q_steps.x + (long)at.head * q_steps.y;
     EACH(n, NB) {
       const Row m = row(at, row0 + n * 8 + lane_row);
-      const device T* own = q + m.head * q_steps.y + m.i * q_steps.z;
-      const device T* x = q + c[2 * n].head * q_steps.y + c[2 * n].i * q_steps.z;
-      const device T* y = q + c[2 * n + 1].head * q_steps.y + c[2 * n + 1].i * q_steps.z;
+      const device T* own = q + (long)m.head * q_steps.y + (long)m.i * q_steps.z;
+      const device T* x = q + (long)c[2 * n].head * q_steps.y + (long)c[2 * n].i * q_steps.z;
+      const device T* y = q + (long)c[2 * n + 1].head * q_steps.y + (long)c[2 * n + 1].i * q_steps.z;
       EACH(j, K::PAD / K::W) {
         // Behind the last element keys are 0.
         const int a = min(j * K::W + col * K::RUN, D - K::RUN), b = min(j * K::W + lane_row / 2 * K::RUN, D - K::RUN);
@@ -316,13 +316,13 @@ const Place at = prefill_place(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.x / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, uint(k_strides[2] * sizeof(k[0])), 0, 0};
+    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0};
 const typename X::V vr = {
-    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, uint(v_strides[2] * sizeof(v[0])), 0, 0};
+    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, int(v_strides[2] * sizeof(v[0])), 0, 0};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
-const uint3 q_steps = uint3(q_strides[0], q_strides[1], q_strides[2]);
-const uint4 m_steps = MASK ? mask_steps(mask_shape, mask_strides) : uint4(0);
+const int3 q_steps = int3(q_strides[0], q_strides[1], q_strides[2]);
+const int4 m_steps = MASK ? mask_steps(mask_shape, mask_strides) : int4(0);
 const float scale = rows ? numbers[0] : NAN;
 const bool wide = even(q, q_strides) && even(k, k_strides) && even(v, v_strides);
 X::run(q, q_steps, scale, kr, vr, wide, mask, m_steps, sinks, out, ml, k_tile, v_tile, at, int(numbers[3]));
@@ -335,13 +335,13 @@ const Place at = prefill_place(
     threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
-    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), uint(k_strides[2] * sizeof(k[0])), uint(ks_strides[2] * sizeof(T)), uint(kb_strides[2] * sizeof(T))};
+    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), int(k_strides[2] * sizeof(k[0])), int(ks_strides[2] * sizeof(T)), int(kb_strides[2] * sizeof(T))};
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
-    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), uint(v_strides[2] * sizeof(v[0])), uint(vs_strides[2] * sizeof(T)), uint(vb_strides[2] * sizeof(T))};
+    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T))};
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
-const uint3 q_steps = uint3(q_strides[0], q_strides[1], q_strides[2]);
-const uint4 m_steps = MASK ? mask_steps(mask_shape, mask_strides) : uint4(0);
+const int3 q_steps = int3(q_strides[0], q_strides[1], q_strides[2]);
+const int4 m_steps = MASK ? mask_steps(mask_shape, mask_strides) : int4(0);
 const float scale = rows ? numbers[0] : NAN;
 const bool wide = even(q, q_strides) && even(k, k_strides) && even(v, v_strides);
 X::run(q, q_steps, scale, kr, vr, wide, mask, m_steps, sinks, out, ml, k_tile, v_tile, at, int(numbers[3]));

@@ -133,7 +133,7 @@ struct Sdpa {
   template <bool WIDE, typename Mask>
   static METAL_FUNC void attend(
       const device T* q, const uint3 q_strides, const float scale, const thread K& k, const thread V& v,
-      const Mask mask, const uint4 mask_strides, const thread Place& at, const int row0, int begin,
+      const Mask mask, const int4 mask_strides, const thread Place& at, const int row0, int begin,
       int end, thread float* o, thread float& top, thread float& sum) {
     const int l = at.lane % L, first = at.lane - l, last = at.len - 1;
     const uint one = one_bits(at.len);
@@ -334,7 +334,7 @@ struct Sdpa {
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
       const device T* q, const uint3 q_strides, const float scale, const thread K& k, const thread V& v,
-      const bool wide, const Mask mask, const uint4 mask_strides, const S sinks, device O* out,
+      const bool wide, const Mask mask, const int4 mask_strides, const S sinks, device O* out,
       device float* ml, threadgroup float* part, threadgroup float* state, const thread Place& at) {
     const int c0 = at.chunk * CHUNK, end = min(at.len, c0 + CHUNK), row0 = (at.block + at.sg / KP) * R;
     // A window leaves out whole steps, so that steps begin at the same keys for every row.
@@ -372,7 +372,7 @@ const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
     even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask,
-    MASK ? mask_steps(mask_shape, mask_strides) : uint4(0), sinks, out, ml, part, state, at);
+    MASK ? mask_steps(mask_shape, mask_strides) : int4(0), sinks, out, ml, part, state, at);
 
 //! kernel sdpa_split_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
 typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
@@ -392,4 +392,4 @@ const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
     even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask,
-    MASK ? mask_steps(mask_shape, mask_strides) : uint4(0), sinks, out, ml, part, state, at);
+    MASK ? mask_steps(mask_shape, mask_strides) : int4(0), sinks, out, ml, part, state, at);

@@ -203,9 +203,10 @@ def sdpa(
     broadcastable to [B, Hq, q_len, k_len]. sinks [Hq]. A row that sees no key is 0
     where a kernel serves.
 
-    What the kernels do not take, longer prompts above all, goes to stock, counted with
-    the reason in `ops.served()`. Raises ValueError for arguments that do
-    not belong together and for sinks on a quantised cache that no kernel takes.
+    Up to 16 queries have exact rows; more go to a prefill kernel, whose rows are not
+    exact, where the plan has one for this chip. What the kernels do not take goes to
+    stock, counted with the reason in `ops.served()`. Raises ValueError for arguments
+    that do not belong together and for sinks on a quantised cache that no kernel takes.
     """
     options = {"scale": scale, "mask": mask, "sinks": sinks}
     o = attend(q, k, v, **options, group_size=group_size, bits=bits)

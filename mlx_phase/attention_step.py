@@ -13,6 +13,8 @@ from . import attention_ops
 from .attention_ops import Packed
 from .step_cache import StepCache, Untraceable
 
+# Functions are exchanged by one thread at a time, or it would put back another's.
+_EXCHANGED = threading.RLock()
 BASE, QUANTIZED = "mlx_lm.models.base", "quantized_scaled_dot_product_attention"
 
 
@@ -57,36 +59,42 @@ def attention_of_step(caches: Sequence[StepCache]) -> Iterator[None]:
 
     Untraceable where keys are attended to in other ways.
     """
-    me, base = threading.get_ident(), sys.modules.get(BASE)
-    before = mx.fast.scaled_dot_product_attention
-    before_quantized = getattr(base, QUANTIZED, None)
+    with _EXCHANGED:
+        me, base = threading.get_ident(), sys.modules.get(BASE)
+        before = mx.fast.scaled_dot_product_attention
+        before_quantized = getattr(base, QUANTIZED, None)
 
-    def of(k) -> StepCache:
-        for cache in caches:
-            if cache.keys is k:
-                return cache
-        raise Untraceable("attention to keys that are not those of its cache")
+        def of(k) -> StepCache:
+            for cache in caches:
+                if cache.keys is k:
+                    return cache
+            raise Untraceable("attention to keys that are not those of its cache")
 
-    def attention(q, k, v, *, scale, mask=None, sinks=None, **options):
-        more = {"scale": scale, "mask": mask, "sinks": sinks}
-        if threading.get_ident() != me:
-            return before(q, k, v, **more, **options)
-        return attend(q, k, v, cache=of(k), **more)
+        def attention(q, k, v, *, scale, mask=None, sinks=None, **options):
+            more = {"scale": scale, "mask": mask, "sinks": sinks}
+            if threading.get_ident() != me:
+                return before(q, k, v, **more, **options)
+            return attend(q, k, v, cache=of(k), **more)
 
-    def quantized(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
-        more = {"scale": scale, "mask": mask, "group_size": group_size, "bits": bits}
-        if threading.get_ident() != me:
-            return before_quantized(queries, q_keys, q_values, **more)
-        return attend(queries, q_keys, q_values, cache=of(q_keys), **more)
+        def quantized(queries, q_keys, q_values, scale, mask, group_size=64, bits=8):
+            more = {
+                "scale": scale,
+                "mask": mask,
+                "group_size": group_size,
+                "bits": bits,
+            }
+            if threading.get_ident() != me:
+                return before_quantized(queries, q_keys, q_values, **more)
+            return attend(queries, q_keys, q_values, cache=of(q_keys), **more)
 
-    mx.fast.scaled_dot_product_attention = attention
-    if base is not None:
-        setattr(base, QUANTIZED, quantized)
-    try:
-        yield
-        if any(cache.unread for cache in caches):
-            raise Untraceable("attention that is not MLX's or mlx-lm's function")
-    finally:
-        mx.fast.scaled_dot_product_attention = before
+        mx.fast.scaled_dot_product_attention = attention
         if base is not None:
-            setattr(base, QUANTIZED, before_quantized)
+            setattr(base, QUANTIZED, quantized)
+        try:
+            yield
+            if any(cache.unread for cache in caches):
+                raise Untraceable("attention that is not MLX's or mlx-lm's function")
+        finally:
+            mx.fast.scaled_dot_product_attention = before
+            if base is not None:
+                setattr(base, QUANTIZED, before_quantized)

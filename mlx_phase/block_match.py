@@ -7,6 +7,7 @@ block computes is compared with its own code before it is fused (`step_patch.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -135,13 +136,14 @@ def _adds_one(norm: nn.Module) -> bool | None:
     if type(norm) is nn.RMSNorm:
         return False
     weight = norm["weight"]
-    x = mx.random.normal((2, weight.size), weight.dtype, key=mx.random.key(0))
+    # Other norms take the mean away.
+    x = 1 + mx.random.normal((2, weight.size), weight.dtype, key=mx.random.key(0))
     y = norm(x)
-    for adds in (False, True):
-        like = mx.fast.rms_norm(x, weight + 1 if adds else weight, norm.eps)
-        if mx.allclose(y, like, 1e-2, 1e-2).item():
-            return adds
-    return None
+    off = {
+        adds: _apart(mx.fast.rms_norm(x, weight + adds, norm.eps), y)
+        for adds in (False, True)
+    }
+    return _nearest(off, 0.01)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> float | None:
@@ -182,16 +184,30 @@ def read(block: nn.Module, parts: Parts) -> Fused | str:
     return Fused(parts, activation, rotary, bool(qk), adds, heads, kv_heads, D, scale)
 
 
+def _apart(x: mx.array, y: mx.array) -> float:
+    """How far rows of x are from those of y, each in sizes of y's (2-norm), summed."""
+    off = mx.linalg.norm(x.astype(mx.float32) - y, axis=-1)
+    size = mx.linalg.norm(y.astype(mx.float32), axis=-1)
+    return mx.where(off == 0, 0, off / size).sum().item()
+
+
+def _nearest(off: dict, most: float) -> Any:
+    """The key of the least value; None if that is above ``most``, or not a number."""
+    best = min(off, key=off.get)
+    return best if off[best] <= most else None
+
+
 def _activation(mlp: nn.Module, names: tuple[str, ...], like: mx.array) -> str | None:
     """What an MLP does to its gate; None: nothing that is known."""
     x = mx.random.normal((2, like.size), like.dtype, key=mx.random.key(1))
+    # Rows of two sizes: some models clip large values.
+    x = x * mx.array([[1], [16]], x.dtype)
     with counted():
         parts = [mlp[name](x) for name in names]
         gate, up = parts if len(parts) == 2 else mx.split(parts[0], 2, axis=-1)
-        y = mlp(x).astype(mx.float32)
+        y = mlp(x)
         off = {
-            name: mx.linalg.norm(mlp["down_proj"](f(gate) * up) - y).item()
+            name: _apart(mlp["down_proj"](f(gate) * up), y)
             for name, f in FUNCTIONS.items()
         }
-    best = min(off, key=off.get)
-    return best if off[best] <= 0.05 * mx.linalg.norm(y).item() else None
+    return _nearest(off, 0.05)

@@ -111,9 +111,8 @@ def grouped(caches: Sequence[Any], L: int) -> tuple[list[Group], tuple] | None:
 
 def fit_empty(caches: Sequence[Any], L: int) -> bool:
     """Whether new caches fit a short prompt of L tokens, the first of them apart."""
-    for c in caches:
-        if type(c) not in KINDS or c.keys is not None:
-            return False
-        if not KINDS[type(c)].empty(c, L):
-            return False
-    return True
+    kinds = [KINDS.get(type(c)) for c in caches]
+    return all(
+        kind is not None and c.keys is None and kind.empty(c, L)
+        for kind, c in zip(kinds, caches, strict=True)
+    )

@@ -25,6 +25,8 @@ from .bench.kernel_timer import Effort
 from .bench.measure import NoiseError
 from .doctor_attention import examine as examine_attention
 from .doctor_attention import rows as attention_rows
+from .doctor_experts import examine as examine_experts
+from .doctor_experts import rows as expert_rows
 from .doctor_fused import FusedRow
 from .doctor_fused import examine as examine_fused
 from .doctor_fused import rows as fused_rows
@@ -44,7 +46,7 @@ from .model_error import ModelError
 from .models import load
 from .patch import patch
 from .plan import Plan
-from .problem import Matmul, Sdpa
+from .problem import Gather, Matmul, Sdpa
 from .tune_plans import Problems, StoredPlans
 
 SCHEMA = 1
@@ -52,6 +54,9 @@ SCHEMA = 1
 HOST = Matmul(1, 512, 512)
 HOST_EFFORT = Effort(4, 8, (8, 40))
 MODEL_ROWS = 4  # M that a model's own launches are compared with M = 1 at
+
+AnyRow = Row | Sdpa | FusedRow | Gather
+_LOOKS = {Sdpa: examine_attention, FusedRow: examine_fused, Gather: examine_experts}
 
 
 @dataclass
@@ -121,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.problems else 0
 
 
-def everything(quick: bool) -> list[Row | Sdpa | FusedRow]:
-    """What is examined: kernels of matmuls, of attention, of fused blocks."""
+def everything(quick: bool) -> list[AnyRow]:
+    """What is examined: kernels of matmuls, experts, fused blocks and attention."""
     own = [*rows(quick), *codes_rows(quick), *matrix_rows(quick)]
-    own += prefill_rows(quick)
+    own += [*prefill_rows(quick), *expert_rows(quick)]
     return [*own, *fused_rows(quick), *attention_rows(quick)]
 
 
@@ -133,7 +138,7 @@ def diagnose(
     quick: bool,
     model: str | None = None,
     *,
-    todo: Callable[[bool], list[Row | Sdpa | FusedRow]] = everything,
+    todo: Callable[[bool], list[AnyRow]] = everything,
 ) -> Diagnosis:
     """Read the machine and run the checks. ModelError for an unknown model."""
     stored = tune_store.lookup()
@@ -150,8 +155,7 @@ def diagnose(
     for row in track(
         every, "checking", console=progress, transient=True, disable=quiet
     ):
-        looks = {Sdpa: examine_attention, FusedRow: examine_fused}
-        found.kernels.append(looks.get(type(row), examine)(row))
+        found.kernels.append(_LOOKS.get(type(row), examine)(row))
     # The check switches them off; asking means setting.
     narrow_loads(narrow := narrow_loads(True))
     found.machine["vector_loads"] = (
@@ -164,8 +168,8 @@ def diagnose(
     return found
 
 
-def _key(row: Row | Sdpa | FusedRow) -> object:
-    if isinstance(row, Sdpa | FusedRow):
+def _key(row: AnyRow) -> object:
+    if not isinstance(row, Row):
         return row
     return ops.variant(row.one[0], row.plan_one), ops.variant(
         row.many[0], row.plan_many

@@ -71,10 +71,12 @@ def exact_rows() -> Iterator[None]:
     A row of x has the same bits for each M from 1 to 16, and a query for each number of
     queries up to 16, whoever calls: an unpatched model of mlx-lm, or code of your own
     that uses ``mx.quantized_matmul`` and ``mx.fast.scaled_dot_product_attention``. More
-    rows, plain ``x @ w`` and what the kernels do not take stay stock, counted in
-    ``mlx_phase.ops.served()``. Kernels are not checked on this machine as `patch` does,
-    have no gradient, and a function compiled outside keeps what it was compiled with.
-    A patched model keeps the ``exact`` that it was patched with.
+    rows at once are not exact: a prefill kernel or stock computes them, whichever the
+    plan has for this chip. Plain ``x @ w`` and what the kernels do not take stay
+    stock, counted in ``mlx_phase.ops.served()``. Kernels are not checked on this
+    machine as `patch` does, have no gradient, and a function compiled outside keeps
+    what it was compiled with. A patched model keeps the ``exact`` that it was patched
+    with.
     """
     _enter()
     state = attention_hooks._here.state

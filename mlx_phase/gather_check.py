@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -55,8 +55,21 @@ def _products(x: np.ndarray, picks, sides, dtype: str | None) -> list[np.ndarray
     return found
 
 
-def _run(g: Gather, chosen: GatherPlan) -> float:
-    """Worst error over the allowed one, which grows with what the products are."""
+@dataclass(frozen=True)
+class Canary:
+    """Inputs of a :func:`small` problem as a launch takes them; ``sides``: weights and
+    bias of gate and up, or of the one matrix, as float32."""
+
+    x: mx.array
+    rhs: mx.array
+    weights: list[mx.array]
+    maps: dict[str, mx.array]
+    rows: np.ndarray
+    sides: list[tuple[list[np.ndarray], np.ndarray]]
+
+
+def inputs(g: Gather) -> Canary:
+    """Inputs of a problem of eight pairs: `PICKS`, with rows and places where asked."""
     m, rng = g.matmul, np.random.default_rng(0)
     rows = ROWS_OF if g.each == 0 else np.arange(g.pairs) // g.each
     picks = np.sort(PICKS) if g.sorted else PICKS
@@ -73,18 +86,24 @@ def _run(g: Gather, chosen: GatherPlan) -> float:
     # Products about 2 in size, where activations bend.
     size = 2 / np.std(sides[0][0]) / m.K**0.5
     x = mx.array((size * rng.normal(size=(rows.max() + 1, m.K))).astype(np.float32))
-    x = x.astype(dtype)
-    wide = np.array(x.astype(mx.float32))[rows]
-    right = _products(wide, picks, sides, None)
-    dense = _products(wide, picks, sides, m.x_dtype)
+    maps = {"lhs": mx.array(ROWS_OF, mx.uint32)} if g.each == 0 else {}
+    maps |= {"to": mx.array(PLACES, mx.uint32)} if g.scattered else {}
+    rhs = mx.array(picks, mx.uint32)
+    return Canary(x.astype(dtype), rhs, arrays, maps, rows, sides)
+
+
+def _run(g: Gather, chosen: GatherPlan) -> float:
+    """Worst error over the allowed one, which grows with what the products are."""
+    m, c = g.matmul, inputs(g)
+    wide, picks = np.array(c.x.astype(mx.float32))[c.rows], np.array(c.rhs)
+    right = _products(wide, picks, c.sides, None)
+    dense = _products(wide, picks, c.sides, m.x_dtype)
     largest = np.abs(right[0]).max()
     if g.activation:
         largest *= 1 + np.abs(right[1]).max()
         right = [activated(g, *right)]
         dense = [rounded(activated(g, *dense), m.x_dtype)]
-    maps = {"lhs": mx.array(ROWS_OF, mx.uint32)} if g.each == 0 else {}
-    maps |= {"to": mx.array(PLACES, mx.uint32)} if g.scattered else {}
-    y = prepare(g, chosen)(x, mx.array(picks, mx.uint32), *arrays, **maps)
+    y = prepare(g, chosen)(c.x, c.rhs, *c.weights, **c.maps)
     y = np.array(y.astype(mx.float32))[PLACES if g.scattered else slice(None), 0]
     if not np.isfinite(y).all():
         return float("inf")

@@ -130,11 +130,16 @@ def gathered(
         return empty_route(shape, mx.result_type(*inputs))
     if not transpose:
         return stock_route(f"{OP} transpose=False: the kernels take x @ w.T only")
-    if rhs is None or rhs.shape != pairs or (lhs is not None and lhs.shape != pairs):
+    # Without dimensions an index is no array in a kernel's text.
+    named = [a for a in (lhs, rhs) if a is not None]
+    if rhs is None or not pairs or any(a.shape != pairs for a in named):
         return stock_route(f"{OP}: the kernels take one expert index for each result")
     if w.ndim != 3:
         return stock_route(f"{OP}: the kernels take weights of shape [E, N, words]")
-    inputs += [] if bias is None else [bias]
+    if bias is not None:
+        if bias.shape != w.shape[:2]:
+            fail(f"bias has shape {bias.shape}", f"pass one of {w.shape[:2]}", OP)
+        inputs.append(bias)
     if any(a.dtype != x.dtype for a in inputs):
         names = (str(a.dtype).removeprefix("mlx.core.") for a in inputs)
         return stock_route(f"{OP} mixed dtypes: {', '.join(names)}")
@@ -169,10 +174,10 @@ def gather_qmm(
     """Drop-in for `mx.gather_qmm`: x [..., 1, K] and packed w [E, N, K*bits/32].
 
     Returns [*indices, 1, N] in stock's dtype. Few pairs of a row and an expert go to a
-    kernel, which reads the indices on the device; what the kernels do not take goes to
-    stock, counted with the reason in `ops.served()`. An index beyond the experts reads
-    the last one where a kernel serves. Raises ValueError for arguments that do not
-    belong together.
+    kernel, many that are sorted to tiles where the plan has them for this chip; both
+    read the indices on the device. What the kernels do not take goes to stock, counted
+    with the reason in `ops.served()`. An index beyond the experts reads the last one
+    where a kernel serves. Raises ValueError for arguments that do not belong together.
     """
     args = (x, w, scales, biases, lhs_indices, rhs_indices, transpose)
     found = gathered(*args, group_size, bits, mode, sorted_indices=sorted_indices)

@@ -73,20 +73,22 @@ def patch(
     check: bool | str = True,
     tune: str = "cached",
 ) -> Report:
-    """Put the matmul layers of `model` on the decode kernels; `unpatch` reverts it.
+    """Put the matmul layers of `model` on the kernels; `unpatch` reverts it.
 
     linear: True replaces quantised layers, experts, tied quantised heads; "all" plain
     nn.Linear and tied nn.Embedding heads too. attention: up to 16 queries on the
-    kernels, over plain and quantised caches; False leaves it stock. exact: a row of x
-    gets the same bits for every M <= 16, so a stored plan moves a shape to stock for
-    all M or for none; False takes matrix units from some M on, where the plan says that
-    they are faster (attention stays exact). Each model keeps its own. steps: replay one
-    trace of the whole decode step, with fused blocks, where the model and its caches
-    allow (`step_patch`); needs linear and attention. check: run each kernel once
-    against a reference before it may serve (M = 1 and 2 and one query now, others on
-    first use; "all": every M and number of queries now). tune: "cached" takes the plan
-    that `python -m mlx_phase.tune` stored for this device, for all of the process;
-    "off".
+    kernels, over plain and quantised caches; False leaves it stock. Prompts of more
+    rows go to prefill kernels where the plan has one for this chip, and are never
+    exact. exact: a row of x gets the same bits for every M <= 16, so a stored plan
+    moves a shape to stock for all M or for none; False takes matrix units from some M
+    on, where the plan says that they are faster (attention stays exact). Each model
+    keeps its own. steps: replay one trace of the whole decode step, with fused blocks,
+    where the model and its caches allow (`step_patch`); needs linear and attention.
+    check: run each kernel once against a reference before it may serve (M = 1 and 2 and
+    one query now, others on first use; "all": every M and number of queries now).
+    Fused blocks are compared with stock in any case, and if checked whole steps. tune:
+    "cached" takes the plan that `python -m mlx_phase.tune` stored for this device, for
+    all of the process; "off".
     The kernels have no gradient: after model.train() stock serves until model.eval().
     Layers keep what they made of their weights: give new ones by assignment (update,
     load_weights), not by changing an array in place or mx.compile(inputs=model.state).
@@ -145,6 +147,7 @@ def patch(
     swapped = _swap(chosen)
     before = {id(m) for _, m in modules if marked(m)}
     was = [(m, m._exact) for _, m in modules if adopted(m)]
+    parents = {id(m) for _, m in modules if adopted_parent(m)}
     try:
         for m, _ in was:
             set_exact(m, exact)
@@ -163,6 +166,7 @@ def patch(
         _attend(modules, [m for _, m in modules if id(m) in before])
         for m, old in was:
             set_exact(m, old)
+        unfuse(m for _, m in modules if adopted_parent(m) and id(m) not in parents)
         _release(swapped)
         raise
     return report

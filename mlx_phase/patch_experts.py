@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from .arguments import DTYPES, defaults
 from .gather_check import check as check_kernel
 from .gather_ops import kernel_route
-from .layers import EXPERTS, STOCK, PhaseQuantizedSwitchLinear, adopted
+from .layers import EXPERTS, STOCK, PhaseQuantizedSwitchLinear, adopted, release
 from .parents import adopt_parent
 from .patch_report import Layer, Report
 from .patch_scan import format_of
@@ -135,6 +136,10 @@ def _agrees(m: SwitchGLU, gate: Gate, problem: Gather) -> bool:
         if found is None:
             return False
         ours = found[0](x, indices).astype(mx.float32)
-        stock = SwitchGLU.__call__(m, x, indices).astype(mx.float32)
+    twin = copy.copy(m)
+    for name in PROJECTIONS:
+        twin[name] = copy.copy(m[name])
+        release(twin[name])
+    stock = twin(x, indices).astype(mx.float32)
     off = (mx.linalg.norm(ours - stock) / mx.linalg.norm(stock)).item()
     return off <= TOLERANCE[dtype]

@@ -49,8 +49,12 @@ def format_of(m: nn.Module) -> str:
     text = str(dtype).removeprefix("mlx.core.")
     if scales is None:
         return f"{text} {shape}"
-    mode, bits = getattr(m, "mode", "affine"), getattr(m, "bits", "?")
-    return f"{mode} {bits}-bit g{getattr(m, 'group_size', '?')} {text} scales"
+    mode = getattr(m, "mode", "affine")
+    group, bits = getattr(m, "group_size", "?"), getattr(m, "bits", "?")
+    if None in (group, bits):
+        # Layers of experts keep what `nn.quantize` was given.
+        group, bits = defaults(mode, group, bits)
+    return f"{mode} {bits}-bit g{group} {text} scales"
 
 
 def problem_of(m: nn.Module, activations: mx.Dtype) -> Matmul | str:

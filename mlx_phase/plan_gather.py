@@ -37,13 +37,19 @@ _TILES = (
     ("", 48, Tile(32, 64, 32, 1, 2)),
     ("", MOST, Tile(64, 64, 32, 2, 2)),
 )
-# (chip family, kernels, why stock serves). First match wins; no row: a kernel serves.
-# Neural accelerators: published prefill of M5 is 3-4 x that of its shaders.
+# (chip family, kernels, why stock serves, None: a kernel does). First match wins, the
+# last row is any other chip. Neural accelerators: published prefill of M5 is 3-4 x that
+# of its shaders.
+_ACCELERATED = "MLX takes the neural accelerators, these kernels can't"
 _STOCK = (
-    ("Apple10", "gather_qmm", "MLX takes the neural accelerators, these kernels can't"),
-    ("Apple11", "gather_qmm", "MLX takes the neural accelerators, these kernels can't"),
     ("CDNA", "gather", "no executor for this chip"),
-    ("Hopper", "gather_qmm", "tiles were not timed against stock"),
+    ("", "gather_qmv", None),
+    ("", "gather_glu", None),
+    ("CPU", "gather_qmm", None),
+    ("Apple10", "gather_qmm", _ACCELERATED),
+    ("Apple11", "gather_qmm", _ACCELERATED),
+    ("Apple", "gather_qmm", None),
+    ("", "gather_qmm", "tiles were not timed against stock"),
 )
 
 
@@ -96,10 +102,9 @@ def stays_stock(problem: Gather, chip: Chip) -> str | None:
     tiled = kernel.startswith("gather_qmm")
     if tiled and problem.matmul.x_dtype == "float32" and chip.arch.startswith("sm_"):
         return "float32 has no tensor cores without a loss of digits"
-    for family, kernels, why in _STOCK:
-        if family in chip.family and kernel.startswith(kernels):
-            return f"experts on {chip.name}: {why}"
-    return None
+    found = (w for f, k, w in _STOCK if f in chip.family and kernel.startswith(k))
+    why = next(found)
+    return None if why is None else f"experts on {chip.name}: {why}"
 
 
 def in_tiles(problem: Gather) -> bool:

@@ -42,7 +42,7 @@ _generation = 0
 
 
 def generation() -> int:
-    """A number that changes when all routes start anew."""
+    """A number that changes when all routes do: what holds launches is stale then."""
     return _generation
 
 
@@ -97,6 +97,8 @@ def disable(name: str, reason: str) -> None:
 
 def enable_all() -> None:
     """Switch every kernel on again, also in layers that already use stock."""
+    global _generation
+    _generation += 1
     _OFF.clear()
     for route in ROUTES.values():
         if route.launch is None:
@@ -105,6 +107,8 @@ def enable_all() -> None:
 
 def prepare_again() -> None:
     """Prepare every kernel anew: the launcher's text has changed."""
+    global _generation
+    _generation += 1
     for route in ROUTES.values():
         if route.launch is not None:
             route.launch = route.make()

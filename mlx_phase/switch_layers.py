@@ -16,7 +16,7 @@ import mlx.nn as nn
 from .executor import executor_name
 from .gather_ops import kernel_route, tile_list
 from .layers import MAX_CACHED, PhaseQuantizedSwitchLinear
-from .parents import _Parent
+from .parents import _Parent, release_parent
 from .plan import MAX_M
 from .problem import Gather
 from .routes import Route
@@ -36,10 +36,12 @@ class Gate:
 def gate_of(activation: Callable) -> Gate | None:
     """Which of the kernels' activations ``activation(up, gate)`` is, by what it gives.
 
-    None if it is none of them. Compared in float32 on values from -12 to 12.
+    None if it is none of them. Compared in float32 on values from -12 to 12, and far
+    out, where others are clipped.
     """
-    axis = mx.linspace(-12, 12, 49)
-    up, gate = axis[:, None] + mx.zeros((49, 49)), axis[None] + mx.zeros((49, 49))
+    far = [sign * size for size in (30.0, 100.0, 1000.0) for sign in (-1, 1)]
+    axis = mx.concatenate([mx.linspace(-12, 12, 49), mx.array(far)])
+    up, gate = mx.meshgrid(axis, axis, indexing="ij")
     try:
         got = activation(up, gate)
     except (TypeError, ValueError, RuntimeError):
@@ -56,7 +58,7 @@ def gate_of(activation: Callable) -> Gate | None:
         clipped = (mx.clip(up, -limit, limit) + 1) * (a * mx.sigmoid(alpha * a))
         wanted[Gate("clipped", alpha, limit)] = clipped
     for found, right in wanted.items():
-        if (mx.abs(got - right).max() <= 1e-4).item():
+        if (mx.abs(got - right) <= 1e-4 + 1e-5 * mx.abs(right)).all().item():
             return found
     return None
 
@@ -68,8 +70,10 @@ class Experts(_Parent):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         key = (x.shape, x.dtype, indices.shape, indices.dtype)
-        found = self._traces.get(key) or self._trace_experts(key, x, indices)
+        found = self._traces.get(key)
         if found is None:
+            found = self._trace_experts(key, x, indices)
+        if not found:
             return self._stock.__call__(self, x, indices)
         call, routes = found
         for route in routes:
@@ -80,19 +84,27 @@ class Experts(_Parent):
             route.calls += 1
         return call(x, indices)
 
+    def pop(self, *args):
+        # nn.Module also calls it for each plain attribute that is set: an activation
+        # that is a function is one.
+        value = super().pop(*args)
+        if args[0] == "activation":
+            release_parent(self)
+        return value
+
     def _trace_experts(
         self, key: tuple, x: mx.array, indices: mx.array
-    ) -> tuple[Callable, list[Route]] | None:
+    ) -> tuple[Callable, list[Route]] | tuple[()]:
         layers = [self[name] for name in PROJECTIONS]
         if x.shape[:-1] != indices.shape[:-1] or any(
             # New weights would not end the trace: see `_Parent`.
             m.__dict__.get("_owner") is not self._traces or m._train
             for m in layers
         ):
-            return None
-        found = experts_call(*layers, self._gate, x, indices)
-        few = x.size <= MAX_M * x.shape[-1]
-        if found is not None and few and len(self._traces) < MAX_CACHED:
+            return ()
+        # Asking is slow, so that stock serves is remembered too.
+        found = experts_call(*layers, self._gate, x, indices) or ()
+        if x.size <= MAX_M * x.shape[-1] and len(self._traces) < MAX_CACHED:
             self._traces[key] = found
         return found
 

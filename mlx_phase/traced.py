@@ -116,8 +116,11 @@ class Steps:
         args = [group.inputs(*tokens.shape) for group in groups]
         forms = [group.form() for group in groups]
         key = (tokens.shape, tokens.dtype, layout, *forms)
+        # Before a new trace too: what is noted then holds for all of them.
+        if self._traces and not self._unchanged():
+            self._forget()
         trace = self._traces.get(key)
-        if trace is not None and (trace.stale() or not self._unchanged()):
+        if trace is not None and trace.stale():
             self._forget()
             trace = None
         if trace is None:

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m mlx_phase.tune", description=__doc__.split("\n\n")[1]
     )
-    p.add_argument("--model", help="hub id, folder, .gguf file or preset")
+    p.add_argument("--model", help="hub id, folder, .gguf file, smollm2 or preset")
     p.add_argument(
         "--rows",
         default=",".join(map(str, ROWS)),

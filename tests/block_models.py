@@ -12,6 +12,8 @@ SHAPE |= {"head_dim": 64, "tie_word_embeddings": True}
 WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA4 = {"rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1}
+LLAMA4 |= {"original_max_position_embeddings": 64}
 FAMILIES = {
     "gemma3_text": WINDOW | {"sliding_window_pattern": 2, "query_pre_attn_scalar": 64},
     "gemma": {},
@@ -27,6 +29,7 @@ FAMILIES = {
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     | {"query_pre_attn_scalar": 64},
     "olmo2": {},
+    "ministral3": {"layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA4},
     "granite": {"attention_multiplier": 0.1, "embedding_multiplier": 2.0}
     | {"residual_multiplier": 0.5, "logits_scaling": 2.0}
     | {"attention_bias": False, "mlp_bias": False},

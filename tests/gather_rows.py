@@ -50,10 +50,14 @@ def rows(chips: tuple[str, ...]) -> list[tuple[Gather, str]]:
 
 def row_name(row: tuple[Gather, str]) -> str:
     """Short name for test ids."""
-    g, chip = row
+    return f"{problem_name(row[0])}-{row[1]}"
+
+
+def problem_name(g: Gather) -> str:
+    """Short name for test ids."""
     m = g.matmul
     kind = f"{g.activation or 'plain'}-each{g.each}{'-sorted' * g.sorted}"
-    return f"{m.mode}-{m.bits}-{m.group_size}-{m.x_dtype}-{kind}-P{g.pairs}-{chip}"
+    return f"{m.mode}-{m.bits}-{m.group_size}-{m.x_dtype}-{kind}-P{g.pairs}"
 
 
 def arguments(problem: Gather, chip: str, narrow: bool = False) -> tuple:

@@ -138,8 +138,9 @@ def test_the_bench_rests_between_runs():
         ("--tokens 1", "at least 2, got '1'"),
         ("--tokens x", "at least 2, got 'x'"),
         ("--repeats 0", "at least 1, got '0'"),
-        ("--prompt-tokens 8,0", "at least 1, got '0'"),
-        ("--prompt-tokens 8,", "at least 1, got ''"),
+        ("--prompt-tokens 8,0", "at least 1 with commas between, got '8,0'"),
+        ("--prompt-tokens 8,,5", "commas between, got '8,,5'"),
+        ("--draft-tokens a", "commas between, got 'a'"),
         ("--seed -1", "at least 0, got '-1'"),
         ("--delay -2", "seconds >= 0, got '-2'"),
     ],
@@ -157,6 +158,7 @@ def test_bad_numbers_are_refused(capsys, options, message):
         (["--prompt", "a", "--prompt-tokens", "8"], "exclude each other"),
         (["--prompt", "  "], "--prompt is empty"),
         (["--raw"], "--raw only goes with --prompt"),
+        ("--draft lookup --draft-tokens 1,16".split(), "numbers of 1 to 15"),
         (["--json", "{tmp}"], "is a folder: name a file"),
         (["--json", "{tmp}/bad.jsonl"], "bad.jsonl:1: not JSON"),
         (["--model", "no-such-model-anywhere"], "no-such-model-anywhere"),
@@ -169,7 +171,7 @@ def test_bad_options_give_one_line_before_anything_runs(
     (tmp_path / "bad.jsonl").write_text("{\n")
     options = [option.replace("{tmp}", str(tmp_path)) for option in options]
     assert cli.main(options) == 2
-    err = capsys.readouterr().err.strip().splitlines()[-1]
+    (err,) = capsys.readouterr().err.strip().splitlines()
     assert err.startswith("mlx_phase.bench: error: ") and message in err
 
 
@@ -195,21 +197,27 @@ def test_the_command_measures_both_sides_and_appends_rows(
     monkeypatch.setenv("COLUMNS", "120")
     model = loaded().model
     path = tmp_path / "rows.jsonl"
-    options = ["--tokens", "3", "--prompt-tokens", "2,5", "--json", str(path)]
+    options = ["--tokens", "3", "--prompt-tokens", "2,18", "--json", str(path)]
     assert cli.main(options) == 0
     out = capsys.readouterr().out
-    for text in ("time to first token", "inter-token latency p99", "decode", "served"):
+    for text in ("time to first token", "inter-token latency p99", "decode"):
         assert text in out
+    assert "served, prompt" in out and "served, steps" in out
     rows = record.read(path)
     assert [(r["prompt_tokens"], r["phase"]) for r in rows] == [
-        (n, phase) for n in (2, 5) for phase in ("prefill", "decode")
+        (n, phase) for n in (2, 18) for phase in ("prefill", "decode")
     ]
     for row in rows:
         assert row["tokens_equal"] == "yes" and row["comparable"] == "yes"
         assert (row["bits"], row["group"], row["mode"]) == (4, 32, "affine")
         assert row["dtype"] == "float32"
-        assert any(name.startswith("qmv") for name in row["served"]), row["served"]
         assert row["chip"] == environment().chip.key
+    # 17 rows of the prompt are a chunk on the prefill kernels, the last token a step.
+    *short, chunk, steps = ({n.split()[0] for n in r["served"]} for r in rows)
+    assert all(any(n.startswith("qmv") for n in names) for names in [*short, steps])
+    if environment().executor == "cpu":
+        assert "qmm" in chunk and not any(n.startswith("qmv") for n in chunk)
+        assert "qmm" not in steps
     # The bench leaves the model as it found it.
     assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear
     if environment().executor == "cpu":

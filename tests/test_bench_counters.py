@@ -92,7 +92,10 @@ def test_bad_input_is_one_clear_error(tmp_path, monkeypatch, capsys):
     assert command.main(["counters", "--update", str(page)]) == 2
     assert command.main(["counters", "speed"]) == 2
     said = capsys.readouterr().err
-    assert "no such table: speed" in said and "has no <!-- bench counters" in said
+    assert (
+        "no such table: speed. Possible: validation, kernels" in said
+        and "has no <!-- bench counters" in said
+    )
     monkeypatch.setenv("MLX_PHASE_MLX_METAL", str(tmp_path))
     counters_kernels.mlx_qmv.cache_clear()
     assert command.main(["counters", "kernels"]) == 2

@@ -8,7 +8,8 @@ from test_bench_kernels import EFFORT
 
 from mlx_phase.bench import moe_suite, record
 from mlx_phase.bench.device import environment
-from mlx_phase.problem import Matmul
+from mlx_phase.gather_ops import kernel_route
+from mlx_phase.problem import Gather, Matmul
 
 SMALL = moe_suite.Block("tiny", Matmul(1, 64, 128, "float32"), 4, 2, 2)
 
@@ -39,6 +40,11 @@ def test_a_row_is_complete_and_checked(tokens, kernels, measured):
     assert row["experts"] == "4/2" and row["M"] == tokens
     assert "wrong" not in row["comparable"]
     assert "4/2" in moe_suite.table([row]).columns[1].cells
+
+
+def test_kernels_are_named_in_the_order_of_a_block(measured):
+    kernel_route(Gather(SMALL.down, 4, 6))
+    assert measured(replace(SMALL, tokens=3))["kernel"] == FEW
 
 
 def test_a_wrong_kernel_is_told(monkeypatch, measured):

@@ -185,7 +185,7 @@ def test_plot_has_a_point_for_each_chip(file, tmp_path):
 def test_plot_without_matplotlib_says_how_to_get_it(file, monkeypatch):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(BenchError, match=r"pip install 'mlx-phase\[plot\]'"):
+    with pytest.raises(BenchError, match=r"pip install matplotlib"):
         compare_plot.draw(one(file(pair())))
 
 

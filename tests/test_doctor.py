@@ -47,8 +47,8 @@ def test_rows_reach_every_kernel_format_dtype_and_tile(quick):
     kernels = {r.plan_many.kernel for r in found}
     kernels |= {"qmv_reduce" for r in found if r.plan_many.splits > 1}
     kernels |= {row.kernel for row in doctor_fused.rows(quick)}
-    # See test_doctor_attention, test_small_m, test_qmm_codes, test_qmm_plan; experts
-    # are compared at patch time.
+    # See test_doctor_attention, test_doctor_experts, test_small_m, test_qmm_codes,
+    # test_qmm_plan.
     others = ("sdpa", "qmm", "gather")
     assert kernels == {name for name in KERNELS if not name.startswith(others)}
     assert {p.bits for p in firsts if p.mode == "affine"} == set(AFFINE_BITS)

@@ -82,17 +82,18 @@ def test_one_expert_strided_x_and_an_index_too_large():
     tolerance.assert_bits(case.run(x, [7] * 5, q), case.run(x, [0] * 5, q))
 
 
-@pytest.mark.parametrize("share", [2, 4])
-def test_pairs_that_share_a_read_have_the_bits_of_single_ones(share):
+@pytest.mark.parametrize("share, ks", [(2, 2), (4, 1)])
+def test_pairs_that_share_a_read_have_the_bits_of_single_ones(share, ks):
     q, rhs = case.experts(4, 18, 2112), [1, 1, 1, 1, 1, 3, 3, 3, 2, 2]
     x = cases.activations(len(rhs), 2112)
     g = case.problem(x, len(rhs), q, sorted=True)
-    p = replace(plan_gather(g, device_chip()), share=share)
-    y = case.run(x, rhs, q, sorted=True, p=p)
+    p = replace(plan_gather(g, device_chip()), k_simdgroups=ks, simdgroups=2 * ks)
+    y = case.run(x, rhs, q, sorted=True, p=replace(p, share=share))
     check(y, x, range(len(rhs)), rhs, q)
-    tolerance.assert_bits(y, case.run(x, rhs, q))
-    for i in (0, 8):
-        tolerance.assert_bits(y[i : i + 1], case.run(x[i : i + 1], rhs[i : i + 1], q))
+    alone = replace(p, share=1)
+    tolerance.assert_bits(y, case.run(x, rhs, q, p=alone))
+    for i in (slice(0, 1), slice(8, 9)):
+        tolerance.assert_bits(y[i], case.run(x[i], rhs[i], q, p=alone))
 
 
 GLU = (
@@ -121,6 +122,17 @@ def test_glu(dtype, form, kind, bias, N):
     y = case.run(x, rhs, gate, up, each=2, **kind)
     glu_close(y, x, [0, 0, 1, 1], rhs, gate, up, kind["activation"])
     tolerance.assert_bits(case.run(x[1:], rhs[2:], gate, up, each=2, **kind), y[2:])
+
+
+@pytest.mark.parametrize("kind", GLU[::2])
+def test_nan_is_not_clipped_away(kind):
+    dtype, form, kind, bias = kind
+    gate, up = (case.experts(3, 9, K, form, dtype, bias, s) for s in (0, 9))
+    x = cases.activations(2, K, dtype)
+    x[1] = NAN
+    y = case.run(x, [2, 0, 0, 2], gate, up, each=2, **kind)
+    bad = np.isnan(np.array(y)).reshape(2, -1)
+    assert bad[1].all() and not bad[0].any()
 
 
 def test_plan_is_the_same_for_all_few_pairs():
@@ -163,6 +175,7 @@ def test_stock_keeps_what_it_is_better_at():
         ("m5", few, None), ("m5", many, "neural accelerators"), ("m4-max", many, None),
         ("h200", floats, "no tensor cores"), ("m1", floats, None),
         ("m1", replace(few, pairs=512), "not sorted"),
+        ("h200", few, None), ("h200", many, "not timed"), ("a100", many, "not timed"),
     ]:  # fmt: skip
         why = stays_stock(g, chip.lookup(device))
         assert (words is None and why is None) or words in why, device

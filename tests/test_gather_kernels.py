@@ -85,16 +85,23 @@ def test_sanitizer_on_vectors(checked, bias):
     assert y.shape == z.shape == (8, 1, 13)
 
 
-def test_sanitizer_on_tiles(checked):
-    """Formats take turns: the other two kernels differ in how codes are read."""
-    gate, up = (
-        case.experts(3, 37, K, ("mxfp4", 4, 32), "float16", seed=s) for s in (0, 9)
-    )
-    down = case.experts(3, 20, 128, dtype="float16")
+@pytest.mark.parametrize(
+    "first, second, width, bias",
+    [
+        (("mxfp4", 4, 32), ("affine", 4, 64), 128, False),
+        # The last step of K is short.
+        (("affine", 4, 64), ("nvfp4", 4, 16), 80, True),
+    ],
+)
+def test_sanitizer_on_tiles(checked, first, second, width, bias):
+    """Gate with up and the way back, in each way that codes are read."""
+    gate, up = (case.experts(3, 37, K, first, "float16", bias, s) for s in (0, 9))
+    down = case.experts(3, 20, width, second, "float16", bias)
     rhs, rng = [0] * 5 + [2] * 35, np.random.default_rng(0)
     x, rows = cases.activations(6, K, "float16"), rng.integers(0, 6, 40)
     options = {"sorted": True, "exact": False}
-    hidden = case.run(x, rhs, gate, up, lhs=rows, activation="silu", **options)
-    wide = mx.concatenate([hidden] * 4, axis=-1)[:, 0, :128]
+    kind = case.CLIPPED if bias else {"activation": "silu"}
+    hidden = case.run(x, rhs, gate, up, lhs=rows, **kind, **options)
+    wide = mx.concatenate([hidden] * 4, axis=-1)[:, 0, :width]
     y = case.run(wide, rhs, down, to=rng.permutation(40), **options)
     assert mx.isfinite(y).all().item()

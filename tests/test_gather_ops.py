@@ -85,6 +85,7 @@ STOCK = {
         cases.activations(2, K)[:, None], [a[None] for a in q.args], [0, 1], {}),
     "one expert index": lambda q: (
         mx.ones((2, 1, K)), q.args, [1], {"lhs_indices": mx.array([0, 1])}),
+    "index for each result": lambda q: (mx.ones((1, K)), q.args, 1, {}),
     "not read in turn": lambda q: (
         cases.activations(2, K).reshape(2, 1, K), q.args, [[0, 1], [2, 3]], {}),
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Sorted pairs in tiles on matrix units: the kernel or an error, against the oracle."""
 
+from dataclasses import replace
+
 import cases
 import gather_case as case
 import mlx.core as mx
@@ -9,11 +11,12 @@ from test_gather import GLU, K, check, glu_close, poisoned
 
 from mlx_phase.launch import gather
 from mlx_phase.launch.matmul import device_chip
-from mlx_phase.plan_gather import plan_gather
+from mlx_phase.plan_gather import _TILES, plan_gather
 
 # Experts of a tile and a bit, of a whole tile, of nothing, of one pair.
 RHS = [0] * 41 + [1] * 32 + [4]
 MANY = {"sorted": True, "exact": False}
+GPU_TILES = sorted({tile for family, _, tile in _TILES if family != "CPU"})
 
 
 @pytest.mark.parametrize("E", [5, 300])
@@ -42,8 +45,10 @@ def test_list_of_tiles(E, rhs):
 )
 @pytest.mark.parametrize("N", [37, 64])
 def test_products(dtype, form, N):
-    q = case.experts(5, N, K, form, dtype)
-    x = cases.activations(len(RHS), K, dtype)
+    # No multiple of a step, where groups allow it.
+    wide = K + form[2] * (form[2] < 32)
+    q = case.experts(5, N, wide, form, dtype)
+    x = cases.activations(len(RHS), wide, dtype)
     y = case.run(x, RHS, q, **MANY)
     assert y.shape == (len(RHS), 1, N)
     check(y, x, range(len(RHS)), RHS, q)
@@ -65,6 +70,21 @@ def test_glu(dtype, form, kind, bias):
     rows = np.random.default_rng(0).integers(0, 20, len(RHS))
     y = case.run(x, RHS, gate, up, lhs=rows, **MANY, **kind)
     glu_close(y, x, rows, RHS, gate, up, kind["activation"])
+
+
+@pytest.mark.parametrize("tile", GPU_TILES, ids=str)
+def test_tiles_of_gpus(tile):
+    """Several simdgroups, whose tiles have gate and up in turns."""
+    wide = K + 16
+    gate, up = (case.experts(5, 77, wide, ("nvfp4", 4, 16), "float16", True, s)
+                for s in (0, 9))  # fmt: skip
+    x = cases.activations(20, wide, "float16")
+    rows = np.random.default_rng(0).integers(0, 20, len(RHS))
+    kind = {**MANY, "activation": "silu"}
+    p = plan_gather(case.problem(x, 128, gate, each=0, **kind), device_chip())
+    p = replace(p, tile=tile, simdgroups=tile.SM * tile.SN)
+    y = case.run(x, RHS, gate, up, lhs=rows, p=p, **kind)
+    glu_close(y, x, rows, RHS, gate, up, "silu")
 
 
 def test_nan_stays_in_its_row():

@@ -42,7 +42,7 @@ FLOW = (
     {"model_config"},
     {"bench"},
     {"tune_probe", "doctor_kernels", "doctor_machine"},
-    {"tune_race", "doctor_attention", "doctor_fused"},
+    {"tune_race", "doctor_attention", "doctor_experts", "doctor_fused"},
     {"tune_table"},
     {"tune_course"},
     {"report", "doctor", "tune", "cli"},

@@ -55,5 +55,7 @@ def test_gate_and_up(dtype, name, tile):
 def test_what_they_do_not_take_is_an_error():
     with pytest.raises(ValueError, match="silu, gelu_approx"):
         qmm.prepare_glu(Matmul(M, N, K), "relu")
+    with pytest.raises(ValueError, match="bias of 7"):
+        qmm.prepare_add(Matmul(M, 7, K), True)
     with pytest.raises(ValueError, match="affine"):
         qmm.prepare_add(Matmul(M, N, K, "float16", 8, 32, "mxfp8"), True)

@@ -12,7 +12,7 @@ from tune_world import quantized
 
 import mlx_phase
 from mlx_phase import check, doctor, doctor_kernels, ops
-from mlx_phase.chip import CHIPS, lookup
+from mlx_phase.chip import CHIPS, detect, lookup
 from mlx_phase.executor import ExecutorError
 from mlx_phase.launch import matmul
 from mlx_phase.plan import MIN_SPLIT_K
@@ -75,8 +75,13 @@ def test_neural_accelerators_keep_stock():
             assert why is None
 
 
-def test_prompts_are_stock_on_hopper():
-    assert "cuBLAS" in stays_stock(Matmul(17, 4096, 4096), lookup("h200"))
+def test_prompts_are_stock_where_it_is_not_beaten():
+    problem = Matmul(17, 4096, 4096)
+    assert "cuBLAS" in stays_stock(problem, lookup("h200"))
+    newer = {"device_name": "Apple M9", "architecture": "applegpu_g30g"}
+    other = {"device_name": "NVIDIA RTX", "architecture": "sm_120"}
+    for chip in (lookup("a100-80gb"), detect(newer), detect(other)):
+        assert "nothing says that stock is beaten" in stays_stock(problem, chip)
 
 
 def test_plain_weights_are_stock_on_a_gpu():

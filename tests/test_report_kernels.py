@@ -52,8 +52,25 @@ def test_what_no_kernel_takes_is_stock_with_the_reason_of_supports():
     (row,) = rows(a, "prefill", "gate/up")
     assert row["kernel"] == "stock MLX"
     assert row["reason"] == stays_stock(Matmul(2048, 14336, 4096), a.chip)
-    for row in rows(analysis(MOE), "decode", "expert down"):
-        assert row["kernel"] == "stock MLX" and "3-D" in row["reason"]
+
+
+def test_experts_are_those_of_the_plan():
+    a = analysis(MOE)
+    found = {}
+    for phase in ("decode", "prefill"):
+        for name in ("gate/up", "down"):
+            (row,) = rows(a, phase, f"expert {name}")
+            found[phase, name] = row["kernel"], row["launches"], row["exact"]
+    assert found == {
+        ("decode", "gate/up"): ("gather_glu", 48, True),
+        ("decode", "down"): ("gather_qmv", 48, True),
+        # With the list of tiles.
+        ("prefill", "gate/up"): ("gather_qmm_glu", 96, False),
+        ("prefill", "down"): ("gather_qmm", 48, False),
+    }
+    (row,) = rows(analysis(MOE, chip="m5-max"), "prefill", "expert down")
+    assert row["kernel"] == "stock MLX" and "neural accelerators" in row["reason"]
+    assert row["launches"] == 48
 
 
 def test_plain_weights_need_linear_all():

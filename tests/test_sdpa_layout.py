@@ -41,6 +41,13 @@ def test_caches_are_read_in_place(form, k_len):
     tolerance.assert_bits(moved.run(caches=caches), out)
 
 
+def test_a_mask_may_run_backwards():
+    mask = random_mask((1, 4, 2, 70))[:, ::-1, ::-1, ::-1]
+    base = case(q_len=2, k_len=70, mask=mask)
+    whole = replace(base, extras={"mask": mx.contiguous(mask)})
+    tolerance.assert_bits(base.run(), whole.run())
+
+
 def test_no_copy_of_the_cache():
     base = case(k_len=600)
     caches = [in_cache(c) for c in base.caches()]

@@ -146,6 +146,20 @@ def test_views_are_read_in_place():
     tolerance.assert_bits(other.run(caches=[by_row(a) for a in (made.k, made.v)]), out)
 
 
+def test_views_may_run_backwards():
+    mask = sdpa_case.random_mask((1, 4, 17, 40))
+    made = case(q_len=17, k_len=40, mask=mask)
+    arrays = (
+        mask[:, ::-1, ::-1, ::-1],
+        *(a[:, :, ::-1] for a in (made.q, made.k, made.v)),
+    )
+
+    def run(mask, q, *caches) -> mx.array:
+        return replace(made, q=q, extras={"mask": mask}).run(caches=[*caches])
+
+    tolerance.assert_bits(run(*arrays), run(*map(mx.contiguous, arrays)))
+
+
 PROBES = {
     "huge scores": lambda q, k, v: (q * 300, k, v),
     "equal scores": lambda q, k, v: (q * 0, k, v),

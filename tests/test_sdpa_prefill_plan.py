@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_phase import attention_check
 from mlx_phase.chip import CHIPS, lookup
 from mlx_phase.plan_attention import MAX_Q_LEN
 from mlx_phase.plan_prefill_attention import (
@@ -92,3 +93,20 @@ def test_keys_are_split_until_the_chip_is_full():
         n = chunks_of(PROBLEM, p, 17, k_len)
         steps = -(-k_len // p.keys)
         assert (n - 1) * -(-steps // n) < steps
+
+
+@pytest.mark.parametrize("chip", ["m1", "m4-max", "h200"])
+def test_the_check_at_patch_time_runs_one_chunk_and_several(chip, monkeypatch):
+    """Also where two kv heads fill a chip that one head would not: the M1 here."""
+    p = Sdpa(8, 1, 256, 256, q_len=32, causal=True)
+    chosen = plan_prefill(p, lookup(chip))
+    assert chunks_of(p, chosen, 17, 4096) > 1
+    seen = []
+
+    def error(p, chosen) -> float:
+        seen.append(chunks_of(p, chosen, p.q_len, p.k_len))
+        return 0.0
+
+    monkeypatch.setattr(attention_check, "_error", error)
+    attention_check._run(attention_check.small(p, chosen), chosen)
+    assert seen == [2, 1]

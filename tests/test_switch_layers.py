@@ -1,6 +1,7 @@
 """Experts of tiny random models on the kernels: logits, traces, new weights, back."""
 
 import copy
+import math
 import pickle
 
 import mlx.core as mx
@@ -11,10 +12,11 @@ import tolerance
 from block_models import family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gemma4_text import GeGLU
+from mlx_lm.models.step3p5 import ClampedSwiGLU
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
 import mlx_phase
-from mlx_phase import ops
+from mlx_phase import ops, patch_experts, step_patch
 from mlx_phase.switch_layers import Gate, gate_of
 
 TOKENS = mx.random.randint(0, 96, (1, 60), key=mx.random.key(4))
@@ -62,7 +64,7 @@ def block(activation=None, seed: int = 0, **form) -> SwitchGLU:
     mx.random.seed(seed)
     options = {} if activation is None else {"activation": activation}
     m = SwitchGLU(128, 64, 4, **options)
-    nn.quantize(m, **({"group_size": 64, "bits": 4} | form))
+    nn.quantize(m, **(form or {"group_size": 64, "bits": 4}))
     return m.eval()
 
 
@@ -96,6 +98,51 @@ def test_new_weights_are_used():
     close(m(x, indices), type(m).__call__(copy.deepcopy(m), x, indices))
 
 
+def odd(up: mx.array, gate: mx.array) -> mx.array:
+    return mx.tanh(gate) * up
+
+
+class Odd(nn.Module):
+    __call__ = staticmethod(odd)
+
+
+@pytest.mark.parametrize("activation", [Odd(), odd], ids=["module", "function"])
+def test_a_new_activation_is_used(activation):
+    m, (x, indices) = block(), inputs(3)
+    mlx_phase.patch(m)
+    m(x, indices)
+    m.activation = activation
+    close(m(x, indices), SwitchGLU.__call__(copy.deepcopy(m), x, indices))
+    assert type(m) is SwitchGLU
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 1), (1, 4, 2), (2, 20)])
+def test_one_expert_a_token_in_any_shape_of_tokens(shape, engaged):
+    m = block()
+    x = mx.random.normal((*shape, 128), key=mx.random.key(1))
+    indices = mx.random.randint(0, 4, (*shape, 1), key=mx.random.key(2))
+    want = m(x, indices)
+    mlx_phase.patch(m)
+    with engaged("gather_", 2):
+        y = m(x, indices)
+    close(y, want)
+    if math.prod(shape) > 16:
+        return
+    rows = (a.reshape(1, -1, a.shape[-1])[:, -1:] for a in (x, indices))
+    tolerance.assert_bits(m(*rows).reshape(-1), y.reshape(-1, 128)[-1])
+
+
+def test_a_patch_that_fails_leaves_the_blocks_as_they_were(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no steps")
+
+    m = block()
+    monkeypatch.setattr(step_patch, "install", fail)
+    with pytest.raises(RuntimeError, match="no steps"):
+        mlx_phase.patch(m)
+    assert type(m) is SwitchGLU and type(m["up_proj"]) is QuantizedSwitchLinear
+
+
 def test_training_and_a_kernel_that_is_off_give_it_to_stock():
     m, (x, indices) = block(), inputs(3)
     want = m(x, indices)
@@ -113,6 +160,10 @@ def test_training_and_a_kernel_that_is_off_give_it_to_stock():
     ops.reset_served()
     tolerance.assert_bits(m(x, indices), want)
     assert not ops.served().kernels
+    # The block remembers that stock serves; its layers hear of kernels again.
+    ops.enable_all()
+    close(m(x, indices), want)
+    assert ops.served().kernels
 
 
 def test_copies_are_stock_outside_and_on_their_own():
@@ -143,6 +194,15 @@ def test_other_blocks_share_no_launch_but_use_the_layers(engaged):
             mlx_phase.unpatch(m)
 
 
+def test_defaults_of_a_mode_are_reported():
+    # mlx-lm's layers keep None where `nn.quantize` was given nothing.
+    for form in ({"mode": "mxfp4"}, {"bits": 4}):
+        report = mlx_phase.patch(block(**form), check=False)
+        (format,) = {layer.format for layer in report.replaced}
+        assert format.startswith(f"{form.get('mode', 'affine')} 4-bit g")
+        assert "None" not in format
+
+
 def test_what_stays_stock_is_named():
     m = block()
     reasons = {layer.reason for layer in mlx_phase.patch(m, linear=False).left}
@@ -153,6 +213,10 @@ def test_what_stays_stock_is_named():
         ("gate_proj", "QuantizedSwitchLinear")
     ]
     assert "mixed dtypes" in report.left[0].reason and not report.shared
+    # One of another shape would be read beyond its end.
+    m["down_proj"]["bias"] = mx.zeros((4, 8))
+    with pytest.raises(ValueError, match="bias has shape"):
+        m["down_proj"](mx.zeros((1, 1, 64)), mx.zeros((1, 2), mx.uint32))
     assert type(m["up_proj"]) is not QuantizedSwitchLinear
 
 
@@ -163,4 +227,13 @@ def test_activations_are_known_by_what_they_give():
         Gate("clipped", 1.702, 7.0)
     )
     assert gate_of(lambda up, gate: nn.gelu(gate) * up) is None
+    assert gate_of(ClampedSwiGLU(16.0)) is None
     assert gate_of(lambda up: up) is None
+
+
+def test_a_block_that_differs_from_stock_shares_no_launch(monkeypatch):
+    monkeypatch.setattr(patch_experts, "gate_of", lambda _: Gate("gelu_approx"))
+    m, (x, indices) = block(), inputs(2)
+    want = m(x, indices)
+    assert not mlx_phase.patch(m).shared
+    close(m(x, indices), want)

@@ -47,7 +47,11 @@ def parser() -> argparse.ArgumentParser:
         "interleaved in one process on the same weights. With `compare` as the first "
         "argument: compare chips (compare --help).",
     )
-    p.add_argument("--model", help="hub id, folder, .gguf file or preset")
+    p.add_argument(
+        "--model",
+        help="hub id, folder, .gguf file, smollm2 or preset (default: smollm2 if its "
+        "wheel is installed, or a preset that fits)",
+    )
     p.add_argument("--prompt", help="text; the patched model's answer is printed")
     p.add_argument("--raw", action="store_true", help="--prompt without chat template")
     p.add_argument(
@@ -119,7 +123,12 @@ def _at_least(low: int):
 
 
 def _lengths(text: str) -> list[int]:
-    return [_at_least(1)(part) for part in text.split(",")]
+    try:
+        return [_at_least(1)(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"takes whole numbers of at least 1 with commas between, got {text!r}"
+        ) from None
 
 
 def _seconds(text: str) -> float:
@@ -142,6 +151,8 @@ def check(args: argparse.Namespace) -> None:
         raise BenchError("--raw only goes with --prompt")
     if args.draft_tokens and args.draft is None:
         raise BenchError("--draft-tokens needs --draft: a model, or lookup")
+    if args.draft_tokens:
+        speculate.check_counts(args.draft_tokens)
     if args.no_stock and args.draft is not None:
         raise BenchError("--draft compares with plain decoding of the patched model: "
                          "leave --no-stock out")  # fmt: skip

@@ -61,9 +61,7 @@ def draw(table: Table) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise BenchError(
-            "a plot needs matplotlib: pip install 'mlx-phase[plot]'"
-        ) from error
+        raise BenchError("a plot needs matplotlib: pip install matplotlib") from error
     lines = [line for line in table.lines if _plotted(line)]
     if not lines:
         raise BenchError("nothing to plot: no chip with a known bandwidth and speed")

@@ -207,7 +207,9 @@ def parser() -> argparse.ArgumentParser:
         "Metal headers (`make headers`).",
     )
     p.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all if none")
-    p.add_argument("--update", type=Path, help="rewrite the tables of this file")
+    p.add_argument(
+        "--update", type=Path, metavar="FILE", help="rewrite the tables of this file"
+    )
     return p
 
 
@@ -217,7 +219,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         unknown = set(args.tables) - TABLES.keys()
         if unknown:
-            raise BenchError(f"no such table: {', '.join(sorted(unknown))}")
+            raise BenchError(
+                f"no such table: {', '.join(sorted(unknown))}. Possible: "
+                f"{', '.join(TABLES)}"
+            )
         with on_cpu():
             if args.update:
                 changed = update(args.update)

@@ -94,6 +94,15 @@ def mlx_qmv(name: str, M: int, bits: int = 4) -> PerWeight:
         "w_ndim - 2, w_shape, w_strides, scales_strides, biases_strides, "
         f"threadgroup_position_in_grid, {lanes});"
     )
+    grid = (tiles[0] * group[0], tiles[1] * group[1], group[2])
+    inputs = [w, scales, biases, x, K, N, rows]
+    return _per_weight(mlx_profile(name, body, inputs, grid, group), N * K)
+
+
+def mlx_profile(
+    name: str, body: str, inputs: list, grid: tuple, threadgroup: tuple
+) -> Profile:
+    """One launch of MLX's product of inputs w, scales, biases, x, K, N and M."""
     kernel = metal_kernel(
         name=f"mlx_{name}",
         input_names=["w", "scales", "biases", "x", "K", "N", "M"],
@@ -103,14 +112,14 @@ def mlx_qmv(name: str, M: int, bits: int = 4) -> PerWeight:
     )
     (profile,) = profile_kernel(
         kernel,
-        inputs=[w, scales, biases, x, K, N, rows],
-        output_shapes=[(rows, N)],
+        inputs=inputs,
+        output_shapes=[(inputs[-1], inputs[-2])],
         output_dtypes=[DTYPE],
-        grid=(tiles[0] * group[0], tiles[1] * group[1], group[2]),
-        threadgroup=group,
+        grid=grid,
+        threadgroup=threadgroup,
         template=[("T", DTYPE)],
     )
-    return _per_weight(profile, N * K)
+    return profile
 
 
 @cache

@@ -9,13 +9,11 @@ import mlx.core as mx
 
 from ..chip import Chip, lookup
 from ..counters import MATRIX, Cost, cost, predict
-from ..executor import metal_kernel
 from ..executor.profile import Profile, profile_kernel
 from ..launch import qmm
 from ..plan_qmm import Tile, TilePlan, plan_qmm
 from ..problem import Matmul
-from . import mlx_metal
-from .counters_kernels import CHIPS, CONSTANTS, DTYPE, GROUP, HEADERS
+from .counters_kernels import CHIPS, DTYPE, GROUP, mlx_profile
 
 #: K of the profiled threadgroup: long against what comes before and after the loop.
 K = 512
@@ -78,23 +76,8 @@ def mlx_qmm() -> PerFma:
         "thread_index_in_threadgroup, simdgroup_index_in_threadgroup, "
         "thread_index_in_simdgroup);"
     )
-    kernel = metal_kernel(
-        name="mlx_qmm_t",
-        input_names=["w", "scales", "biases", "x", "K", "N", "M"],
-        output_names=["y"],
-        source=body,
-        header=mlx_metal.header(*HEADERS, **CONSTANTS),
-    )
-    (profile,) = profile_kernel(
-        kernel,
-        inputs=[w, scales, biases, x, K, N, M],
-        output_shapes=[(M, N)],
-        output_dtypes=[DTYPE],
-        grid=(32, 2, 2),
-        threadgroup=(32, 2, 2),
-        template=[("T", DTYPE)],
-    )
-    return _per_fma(profile, MLX_TILE)
+    inputs, group = [w, scales, biases, x, K, N, M], (32, 2, 2)
+    return _per_fma(mlx_profile("qmm_t", body, inputs, group, group), MLX_TILE)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class Result:
     failures: list[str]
     weight_bytes: int
     served: dict[str, int]
+    prompt_served: dict[str, int]
     format: dict[str, Any]
     report: Any
     # Why stock could not run this job, where it could not.
@@ -131,8 +133,9 @@ def measure(
 
     ``patch(model)`` is a context manager that yields the patch report. Patching and
     its checks happen outside the clock; the served counters are those of the timed
-    runs. ``on_answer`` gets the patched tokens as soon as they are known. ``events``:
-    the profiler of kernels, where there is one.
+    runs, chunks of the prompt apart from steps (its last token is one). ``on_answer``
+    gets the patched tokens as soon as they are known. ``events``: the profiler of
+    kernels, where there is one.
     """
     weights, form = decode_weight_bytes(model, job.config), weight_format(model)
     sides = {"A": Side(), "B": Side()}
@@ -166,7 +169,8 @@ def measure(
         if job.delay:
             sleep(job.delay)
         sides[name].runs.append(run(name))
-    served = dict(ops.served())
+    served = Counter(ops.served())
+    prompt = sum((Counter(r.prompt_served) for r in sides["A"].runs), Counter())
     for name in sorted(set(order)) if job.host_steps else ():
         side = sides[name]
         with patch(model) if name == "A" else nullcontext():
@@ -193,7 +197,8 @@ def measure(
         equal=equal,
         failures=failures,
         weight_bytes=weights,
-        served=served,
+        served=dict(served - prompt),
+        prompt_served=dict(prompt),
         format=form,
         report=report,
         refused=refused,
@@ -223,7 +228,7 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         "delay_s": job.delay,
         "comparable": result.comparable,
         "tokens_equal": result.equal.text,
-        "served": result.served,
+        "served": result.served if decode else result.prompt_served,
         "dtype": _dtype(result.patched.warm),
         **result.format,
         **env.fields(),

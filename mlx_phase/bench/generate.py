@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from .. import ops
 from . import BenchError
 from .kv_cache import KV, PromptCache, prefill
 from .measure import Clock, percentile
@@ -36,6 +37,8 @@ class Run:
     logprobs: list[mx.array] = field(default_factory=list)
     peak_bytes: int = 0
     kv_bytes: int = 0
+    # Calls of the prompt's chunks: all of it but the last token, which is a step.
+    prompt_served: dict[str, int] = field(default_factory=dict)
 
     @property
     def ttft(self) -> float:
@@ -75,6 +78,14 @@ def generate(
     cache, options = prompt_cache.layers, prompt_cache.options
     ids = mx.array(list(prompt))
     mx.eval(ids)
+    marks: list[Counter] = []
+
+    def progress(done: int, total: int) -> None:
+        if done < total:  # at the start and after each chunk
+            marks.append(Counter(ops.served()))
+
+    if steps is generate_step:
+        options["prompt_progress_callback"] = progress
     with wired_limit(model, [generation_stream]):
         mx.synchronize()
         mx.clear_cache()
@@ -89,6 +100,8 @@ def generate(
             on_token()
         # The loop runs one step ahead; its tail must not spill into the next run.
         mx.synchronize(generation_stream)
+    if marks:
+        run.prompt_served = dict(marks[-1] - marks[0])
     run.peak_bytes = mx.get_peak_memory()
     run.kv_bytes = _mean_kv_bytes(cache, tokens)
     return run

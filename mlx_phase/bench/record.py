@@ -62,7 +62,7 @@ FIELDS: dict[str, tuple[tuple[type, ...], bool, str]] = {
     "peak_bytes": ((int,), False, "peak memory of the patched run"),
     "stock_peak_bytes": ((int,), False, "the same, stock"),
     "tokens_equal": ((str,), False, "yes, or where and how far the tokens differ"),
-    "served": ((dict,), False, "calls per kernel and per reason for stock"),
+    "served": ((dict,), False, "calls of the phase, per kernel and reason for stock"),
     "spread": (NUMBER, False, "interquartile range / median of our time"),
     "stock_spread": (NUMBER, False, "the same, stock"),
     "us_min": (NUMBER, False, "fastest repeat, ours"),

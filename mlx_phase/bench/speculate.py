@@ -40,13 +40,18 @@ CHUNK = 2048
 TEXTS = ("The capital of France is", "def f(x):\n    return 17 * x", "Größe, 東京 🙂")
 
 
-def check(job: Job, model: nn.Module, draft: nn.Module | None) -> None:
-    """Raise BenchError, before anything runs, for what cannot be measured."""
-    if not job.draft_tokens or not all(1 <= k <= MAX_DRAFT for k in job.draft_tokens):
+def check_counts(draft_tokens: Sequence[int]) -> None:
+    """BenchError unless all are numbers of drafts whose verification has exact rows."""
+    if not draft_tokens or not all(1 <= k <= MAX_DRAFT for k in draft_tokens):
         raise BenchError(
             f"--draft-tokens: numbers of 1 to {MAX_DRAFT}: a verification has one row "
             f"more, and rows are exact up to {MAX_DRAFT + 1}"
         )
+
+
+def check(job: Job, model: nn.Module, draft: nn.Module | None) -> None:
+    """Raise BenchError, before anything runs, for what cannot be measured."""
+    check_counts(job.draft_tokens)
     if job.tokens < max(job.draft_tokens) + 2:
         raise BenchError(
             f"--tokens {job.tokens}: one verification of {max(job.draft_tokens)} "

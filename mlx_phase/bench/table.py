@@ -107,17 +107,22 @@ def _add_traffic(table: Table, decode: Row, env: Environment) -> None:
     table.add_row(f"MBU of {env.chip.bandwidth_gbs:g} GB/s", *cells, "-")
 
 
+def _calls(served: dict[str, int]) -> str:
+    listed = [f"{calls} x {name}" for name, calls in served.items()]
+    return "; ".join(listed) or "no call reached mlx_phase"
+
+
 def _facts(
     result: Result, decode: Row, env: Environment, source: str
 ) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {v}" for name, v in env.versions.items())
-    served = [f"{calls} x {name}" for name, calls in result.served.items()]
     refused = [("stock", result.refused)] if result.refused else []
     return [
         *refused,
         ("model from", source),
         ("tokens equal", result.equal.text),
-        ("served", "; ".join(served) or "no call reached mlx_phase"),
+        ("served, prompt", _calls(result.prompt_served)),
+        ("served, steps", _calls(result.served)),
         ("executor", env.executor),
         ("device", f"{env.device} (chip row {env.chip.key})"),
         ("system", f"{env.os}; {versions}"),

@@ -18,14 +18,7 @@ MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
-    dtype = getattr(mx, problem.dtype)
-    args = [("T", dtype), ("D", problem.head_dim), ("DV", problem.v_head_dim)]
-    if p.kernel.endswith("_codes"):
-        for name, bits, group in (
-            ("K", problem.k_bits, problem.k_group),
-            ("V", problem.v_bits, problem.v_group),
-        ):
-            args += [(f"{name}B", min(bits, 16)), (f"{name}G", group)]
+    args = form(problem, p.kernel.endswith("_codes"))
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
     args += [("W", row_blocks(problem, p)), ("CHUNK", p.chunk)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
@@ -41,10 +34,10 @@ def row_blocks(problem: Sdpa, p: SdpaPlan) -> int:
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
 
-def reduce_template(problem: Sdpa) -> list[tuple[str, object]]:
-    """Template arguments of ``sdpa_reduce``."""
+def reduce_template(problem: Sdpa, threads: int = 512) -> list[tuple[str, object]]:
+    """Template arguments of ``sdpa_reduce``; few chunks are for few threads."""
     args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
-    return args + [("TG", 512), ("SINKS", problem.sinks)]
+    return args + [("TG", threads), ("SINKS", problem.sinks)]
 
 
 @lru_cache(maxsize=4096)
@@ -89,6 +82,36 @@ def padded(a: mx.array) -> mx.array:
     """A part of a quantised cache that the kernels can read."""
     # Inputs under 8 elements are `constant` in MSL; only tiny caches have so few.
     return a if a.size >= 8 else mx.pad(a, [(0, 0), (0, 0), (0, 8), (0, 0)])
+
+
+def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array]:
+    """Inputs of a kernel in the order of its text, from those of `prepare`'s function.
+
+    coded: it takes (codes, scales, biases) of k and of v, where one may be plain.
+    """
+    if coded:
+        k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
+        v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
+        inputs = [q, *k, *v]
+    else:
+        inputs = [q, k, v]
+    # Numbers stand in the place of what is not there: it is not read.
+    if mask is None:
+        mask = numbers
+    elif mask.ndim != 4:
+        mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    inputs += [mask, numbers if sinks is None else sinks]
+    return [*inputs, numbers if lens is None else lens, numbers]
+
+
+def form(problem: Sdpa, coded: bool) -> list[tuple[str, object]]:
+    """The template arguments that all these kernels begin with."""
+    args = [("T", getattr(mx, problem.dtype))]
+    args += [("D", problem.head_dim), ("DV", problem.v_head_dim)]
+    if coded:
+        args += [("KB", min(problem.k_bits, 16)), ("KG", problem.k_group)]
+        args += [("VB", min(problem.v_bits, 16)), ("VG", problem.v_group)]
+    return args
 
 
 @lru_cache(maxsize=256)
@@ -141,21 +164,9 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         sinks: mx.array | None = None,
         lens: mx.array | None = None,
     ) -> mx.array:
-        # Also in the place of what is not there: it is not read.
         numbers = _numbers(scale, problem.window, problem.causal)
-        if mask is None:
-            mask = numbers
-        elif mask.ndim != 4:
-            mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        if coded:
-            k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
-            v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
-            inputs, k_len = [q, *k, *v], k[0].shape[2]
-        else:
-            inputs, k_len = [q, k, v], k.shape[2]
-        inputs += [mask, numbers if sinks is None else sinks]
-        inputs += [numbers if lens is None else lens, numbers]
-        chunks = -(-k_len // p.chunk)
+        inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
+        chunks = -(-inputs[1].shape[2] // p.chunk)
         out, ml = kernel(p.kernel, False)(inputs=inputs, **launch(chunks))
         if chunks == 1:
             return _by_head(out, q_len)

@@ -9,29 +9,18 @@ import mlx.core as mx
 
 from ..plan_prefill_attention import PrefillPlan, chunks_of, plan_prefill
 from ..problem import Sdpa
-from .attention import MASKS, Cache, padded
+from .attention import MASKS, Cache, arguments, form, reduce_template
 from .matmul import device_chip, kernel
+
+MERGE = 128  # threads that merge the few chunks of a row
 
 
 def template(problem: Sdpa, p: PrefillPlan, direct: bool) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
-    args = [("T", getattr(mx, problem.dtype))]
-    args += [("D", problem.head_dim), ("DV", problem.v_head_dim)]
-    if p.kernel.endswith("_codes"):
-        for name, bits, group in (
-            ("K", problem.k_bits, problem.k_group),
-            ("V", problem.v_bits, problem.v_group),
-        ):
-            args += [(f"{name}B", min(bits, 16)), (f"{name}G", group)]
+    args = form(problem, p.kernel.endswith("_codes"))
     args += [("R", p.rows), ("SG", p.simdgroups), ("BK", p.keys)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     return args + [("LENS", problem.lens), ("DIRECT", direct)]
-
-
-def reduce_template(problem: Sdpa) -> list[tuple[str, object]]:
-    """Template arguments of ``sdpa_reduce`` for few chunks of many rows."""
-    args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
-    return args + [("TG", 128), ("SINKS", problem.sinks)]
 
 
 @lru_cache(maxsize=4096)
@@ -66,12 +55,10 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
             "output_shapes": [*whole, (1,)] if direct else many,
             "output_dtypes": [dtype if direct else mx.float32, mx.float32],
         }
-        args = reduce_template(problem)
-        lanes = dict(args)["TG"]
         return first, {
-            "template": args,
-            "grid": (lanes, B * H * q_len, 1),
-            "threadgroup": (lanes, 1, 1),
+            "template": reduce_template(problem, MERGE),
+            "grid": (MERGE, B * H * q_len, 1),
+            "threadgroup": (MERGE, 1, 1),
             "output_shapes": whole,
             "output_dtypes": [dtype],
         }
@@ -90,20 +77,8 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
         k_len = (k if isinstance(k, mx.array) else k[0]).shape[2]
         chunks = chunks_of(problem, p, q_len, k_len)
         chunk = -(-k_len // (chunks * p.keys)) * p.keys
-        # Also in the place of what is not there: it is not read.
         numbers = _numbers(scale, problem.window, problem.causal, chunk)
-        if mask is None:
-            mask = numbers
-        elif mask.ndim != 4:
-            mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        if coded:
-            k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
-            v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
-            inputs = [q, *k, *v]
-        else:
-            inputs = [q, k, v]
-        inputs += [mask, numbers if sinks is None else sinks]
-        inputs += [numbers if lens is None else lens, numbers]
+        inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         first, merge = launch(q_len, chunks)
         out, ml = kernel(p.kernel, False)(inputs=inputs, **first)
         if chunks > 1:

@@ -71,24 +71,13 @@ def prepare(problem: Matmul, p: TilePlan | None = None) -> Launch:
 def prepare_add(problem: Matmul, bias: bool, p: TilePlan | None = None) -> Launch:
     """A function ``(x, w, scales, biases, res) -> x W^T + res``, added in fp32.
 
-    res: [N] for ``bias``, else the shape of y. Affine weights, else as `prepare`.
+    res: [N] for ``bias`` (8 or more), else the shape of y. Affine weights, else as
+    `prepare`.
     """
-    p = _affine(problem, p)
-    N, K = problem.N, problem.K
-    values = [*_tile(problem, p), ("RES", 1 if bias else 2)]
-
-    def call(x: mx.array, *arrays: mx.array) -> mx.array:
-        M = x.size // K
-        y = kernel("qmm_add")(
-            inputs=[x.reshape(M, K), *arrays],
-            template=values,
-            output_shapes=[(*x.shape[:-1], N)],
-            output_dtypes=[x.dtype],
-            **_launch(M, N, p, p.tile.BN),
-        )[0]
-        return y
-
-    return call
+    if bias and problem.N < 8:
+        # Inputs under 8 elements are `constant` in MSL.
+        raise ValueError(f"a bias of {problem.N} is too short for the kernel: add it")
+    return _fused("qmm_add", problem, ("RES", 1 if bias else 2), p)
 
 
 def prepare_glu(problem: Matmul, activation: str, p: TilePlan | None = None) -> Launch:
@@ -100,25 +89,27 @@ def prepare_glu(problem: Matmul, activation: str, p: TilePlan | None = None) -> 
     if activation not in ACTIVATIONS:
         has = ", ".join(ACTIVATIONS)
         raise ValueError(f"activation {activation!r}: the kernel has {has}")
-    p = _affine(problem, p)
+    return _fused("qmm_glu", problem, ("ACT", ACTIVATIONS[activation]), p, 2)
+
+
+def _fused(
+    name: str, problem: Matmul, more: tuple, p: TilePlan | None, matrices: int = 1
+) -> Launch:
+    """Launches of a kernel whose rows of W are those of so many matrices in turns."""
+    if problem.mode != "affine":
+        raise ValueError(f"mode {problem.mode!r}: this kernel takes affine weights")
+    p = p or plan_qmm(problem, device_chip())
     N, K = problem.N, problem.K
-    values = [*_tile(problem, p), ("ACT", ACTIVATIONS[activation])]
+    values = [*_tile(problem, p), more]
 
     def call(x: mx.array, *arrays: mx.array) -> mx.array:
         M = x.size // K
-        y = kernel("qmm_glu")(
+        return kernel(name)(
             inputs=[x.reshape(M, K), *arrays],
             template=values,
             output_shapes=[(*x.shape[:-1], N)],
             output_dtypes=[x.dtype],
-            **_launch(M, N, p, p.tile.BN // 2),
+            **_launch(M, N, p, p.tile.BN // matrices),
         )[0]
-        return y
 
     return call
-
-
-def _affine(problem: Matmul, p: TilePlan | None) -> TilePlan:
-    if problem.mode != "affine":
-        raise ValueError(f"mode {problem.mode!r}: this kernel takes affine weights")
-    return p or plan_qmm(problem, device_chip())

@@ -18,10 +18,11 @@ from ..plan_qmm import stays_stock as product_stays_stock
 from ..problem import Attention, Matmul, Sdpa
 from ..roofline import kv_bytes, machine_balance
 from ..step import ATTENTION, Operation, Pass
+from . import experts
 from .analysis import Analysis, grouped, side
 
 # Kernels on matrix units, which have a peak of their own.
-_MATRIX = ("sdpa_matrix", "sdpa_prefill", "qmm")
+_MATRIX = ("sdpa_matrix", "sdpa_prefill", "qmm", "gather_qmm")
 # A launch costs about this much ("Optimize Prefill Vs Decode Kernels", design rules).
 LAUNCH_US = 5.0
 # Matrices that read the same x and share a launch where all of them are alike.
@@ -45,7 +46,7 @@ def _phase(analysis: Analysis, phase: str, forward: Pass) -> list[dict[str, Any]
     for group, operations in grouped(forward.operations).items():
         launches = _launches(analysis, group, operations)
         for members in launches:
-            chosen = _choose(analysis, members)
+            chosen = _choose(analysis, forward.rows, members)
             records.append(
                 {
                     "phase": phase,
@@ -82,7 +83,7 @@ def _launches(
         alike.setdefault((o.count, replace(o.problem, N=0)), []).append(o)
     rows = []
     for members in alike.values():
-        if _shared(members) or _refused(analysis, members):
+        if _shared(members) or _experts(members) or _refused(analysis, members):
             rows.append(members)
             continue
         same: dict[Plan, list[Operation]] = {}
@@ -98,6 +99,10 @@ def _shared(members: list[Operation]) -> bool:
     return siblings and supports_shared(tuple(o.problem for o in members)) is None
 
 
+def _experts(members: list[Operation]) -> bool:
+    return members[0].name.startswith("expert ")
+
+
 def _plan_of(analysis: Analysis, problem: Matmul) -> Plan:
     make = plan_qmm if problem.M > MAX_M else plan
     return make(problem, analysis.chip)
@@ -105,8 +110,6 @@ def _plan_of(analysis: Analysis, problem: Matmul) -> Plan:
 
 def _refused(analysis: Analysis, members: list[Operation]) -> str | None:
     """Why stock computes these products, or None."""
-    if members[0].name.startswith("expert"):
-        return "experts are 3-D weights (gather_qmm): kernels take one matrix"
     problems = [o.problem for o in members]
     if problems[0].M > MAX_M:
         whys = [product_stays_stock(p, analysis.chip) for p in problems]
@@ -115,7 +118,7 @@ def _refused(analysis: Analysis, members: list[Operation]) -> str | None:
     return next(filter(None, whys), None)
 
 
-def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
+def _choose(analysis: Analysis, rows: int, members: list[Operation]) -> dict[str, Any]:
     first = members[0].problem
     if isinstance(first, Attention):
         problem = _attention(first)
@@ -127,6 +130,12 @@ def _choose(analysis: Analysis, members: list[Operation]) -> dict[str, Any]:
             return _our_attention(problem, analysis, members)
         kernel, stock_why = mlx_attention(first, analysis)
         return _stock(kernel, f"{why}; {stock_why}", members)
+    if _experts(members):
+        problem = experts.gathered(analysis, rows, members)
+        found = experts.choose(analysis, problem, members[0].count)
+        if isinstance(found, str):
+            return _stock("stock MLX", found, members)
+        return found
     if (why := _refused(analysis, members)) is not None:
         return _stock("stock MLX", why, members)
     if _shared(members):
