@@ -164,9 +164,17 @@ class _Case:
         return [self._turn(ys[0]), self._turn(ys[1]), ys[2]]
 
 
+def _words(row: FusedRow) -> str:
+    if isinstance(row.choice, str):
+        return f" {row.choice}"
+    if row.kernel in ("qmv_add", "add_norm"):
+        return ""
+    return " rotates neighbours" if row.choice else " rotates halves"
+
+
 def examine(row: FusedRow, clock=time.perf_counter) -> Examined:
     """Run a row's kernel, compare it with float64, and its last row with it alone."""
-    name = f"{row.kernel} affine {row.bits}-bit g64 {row.dtype} {row.choice}"
+    name = f"{row.kernel} affine {row.bits}-bit g64 {row.dtype}{_words(row)}"
     worst, exact, error, run_ms, start = float("inf"), None, None, None, clock()
     try:
         case = _Case(row)

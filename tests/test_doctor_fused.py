@@ -10,6 +10,7 @@ from mlx_phase.doctor_fused import FusedRow, examine, rows
 def test_kernels_pass(row):
     found = examine(row)
     assert found.ok and found.exact and found.worst <= 1, found.error
+    assert not found.kernel.endswith(("True", "False"))
 
 
 def test_every_kernel_dtype_and_choice_is_examined():
