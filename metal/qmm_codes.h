@@ -7,17 +7,16 @@
 // A code becomes a number of T by standing in the low bits of one.
 template <typename T> METAL_FUNC constexpr float code_base() { return 1024; }
 template <> METAL_FUNC constexpr float code_base<float>() { return 0; }
-#ifdef MSL_TENSOR_CORES
-template <> METAL_FUNC constexpr float code_base<bfloat>() { return 128; }
 // K is never negative, but a compiler can't know: the bits stay in a register.
 template <typename T> METAL_FUNC uint code_bits(const int K) { return K < 0 ? 0 : 0x64006400; }
+#ifdef MSL_TENSOR_CORES
+template <> METAL_FUNC constexpr float code_base<bfloat>() { return 128; }
 template <> METAL_FUNC uint code_bits<bfloat>(const int K) { return K < 0 ? 0 : 0x43004300; }
 // The codes in bits 0..3 and 16..19 of w.
 template <typename T> METAL_FUNC PAIR(T) code_pair(const uint w, const uint one) { return (w & 0x000f000f) | one; }
 template <typename T> METAL_FUNC PAIR(T) pair_times(const PAIR(T) a, const PAIR(T) b) { return msl_mma<T>::times(a, b); }
 template <typename T> METAL_FUNC void set_ones(thread PAIR(T)* a) { msl_mma<T>::ones(a); }
 #else
-template <typename T> METAL_FUNC uint code_bits(const int K) { return K < 0 ? 0 : 0x64006400; }
 template <typename T> METAL_FUNC PAIR(T) code_pair(const uint w, const uint one) {
   const half2 h = as_type<half2>((w & 0x000f000f) | one);
   return pair_of<T>(h.x, h.y);

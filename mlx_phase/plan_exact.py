@@ -11,7 +11,15 @@ from functools import lru_cache
 from itertools import product
 
 from .chip import Chip
-from .plan import Plan, plan, plan_fused, plan_shared, supports, told
+from .plan import (
+    Plan,
+    plan,
+    plan_fused,
+    plan_shared,
+    supports,
+    supports_fused,
+    told,
+)
 from .problem import DTYPE_BYTES, Matmul
 
 #: Stages of threadgroup memory: one is filled while another is multiplied.
@@ -21,15 +29,15 @@ _SHARED = 32768  # bytes of threadgroup memory that every chip has
 # Chip family -> least N of a launch that matrix units compute for every M, codes as
 # they are; first match wins, no row: never. Where matrices run on the FMA pipes
 # (Apple7-9) eight rows cost as much as one, so M = 1 would pay for them. H200, 4-bit
-# group 64, bf16, cold weights, 2026-11-29: 4096 -> 14336 takes 14.5 us at M = 1 (qmv
-# 14.0), 14.6 at M = 8 (qmv 56.8); 4096 -> 1024 takes 4.9 (qmv 3.6): bench/results/
-# h200-small-m-sweep.txt.
+# group 64, bf16, cold weights, 2026-11-29: 4096 -> 14336 takes 15.1 us at M = 1 (qmv
+# 14.0 in the same run) and 14.6 at M = 8; 4096 -> 1024 takes 5.1 (qmv 3.6): bench/
+# results/h200-small-m-sweep.txt.
 _FROM = (("Hopper", 2048),)
 
 # (least N, least K) -> (k_simdgroups, groups a step, rows); first match wins. Same
 # sweep: 4096 -> 128256 takes 90 us with (2, 4, 32) and 104 us with (4, 4, 16), 8192 ->
-# 28672 44.5 us with (4, 2, 32) and 54 us with (2, 4, 32), 4096 -> 4096 6.5 us with
-# (4, 4, 16) and 10.5 us with (4, 2, 32).
+# 28672 44.5 us with (4, 2, 32) and 51.7 us with (2, 4, 32), 4096 -> 4096 6.5 us with
+# (4, 4, 16) and 9.0 us with (4, 2, 32).
 _TILES = ((8192, 8192, 4, 2, 32), (8192, 0, 2, 4, 32), (0, 0, 4, 4, 16))
 
 # Kernel of a block's launch -> the same on matrix units, and its least rows.
@@ -119,18 +127,27 @@ def plan_block(
 
     normed: x is normed in the launch. dims: head_dim and how many of it rotate.
     """
-    vector = plan_fused(kernel, members, chip)
+    name, least = _BLOCK[kernel]
     whole = replace(members[0], N=sum(m.N for m in members))
-    if not on_codes(whole, chip) or any(supports_codes(m) for m in members):
-        return vector
+    if not _block_on_codes(kernel, members, whole, chip, normed, dims):
+        return plan_fused(kernel, members, chip)
+    return plan_codes(whole, chip, name, least)
+
+
+def _block_on_codes(
+    kernel: str,
+    members: tuple[Matmul, ...],
+    whole: Matmul,
+    chip: Chip,
+    normed: bool,
+    dims: tuple[int, ...],
+) -> bool:
+    if supports_fused(kernel, members) or any(supports_codes(m) for m in members):
+        return False
     # x times the norm's weight has to fit into x's dtype before it is scaled down.
-    if normed and whole.x_dtype == "float16":
-        return vector
+    if normed and whole.x_dtype == "float16" or not on_codes(whole, chip):
+        return False
     # Tiles are of one matrix, and a pair that rotates is of two tiles.
     if len({m.bits for m in members}) > 1 or any(n % 32 for n in dims):
-        return vector
-    if kernel == "qmv_qkv" and any(m.N % 32 for m in members):
-        return vector
-    name, least = _BLOCK[kernel]
-    found = plan_codes(whole, chip, name, least)
-    return replace(found, rows=least) if kernel == "qmv_qkv" else found
+        return False
+    return kernel != "qmv_qkv" or all(m.N % 32 == 0 for m in members)

@@ -1,13 +1,13 @@
 """Template rows of the kernels that multiply codes: checks compile, nothing runs."""
 
-from mlx_phase import source
+import fused_rows
+
 from mlx_phase.chip import lookup
-from mlx_phase.executor.signature import METAL_TYPES, Arg
 from mlx_phase.launch import fused, matrix
 from mlx_phase.plan_exact import plan_block, plan_codes
 from mlx_phase.problem import Matmul
 
-EPS = 1e-5
+EPS = fused_rows.EPS
 ROTARY, NEIGHBOURS = fused.Rotary(128, 128, False), fused.Rotary(64, 32, True)
 
 
@@ -38,8 +38,7 @@ KERNELS = {kernel for kernel, *_ in CASES}
 
 def arguments(kernel, members, choices, narrow=False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    text, first, h200 = source.load(kernel, narrow), members[0], lookup("h200")
-    metal = METAL_TYPES[first.x_dtype]
+    first, h200 = members[0], lookup("h200")
     if kernel == "qmm_codes":
         values = matrix.template(first, plan_codes(first, h200))
     else:
@@ -50,10 +49,7 @@ def arguments(kernel, members, choices, narrow=False) -> tuple:
             "qmv_glu": lambda: fused.glu_template(p, first, *choices),
             "qmv_qkv": lambda: fused.qkv_template(p, members, *choices),
         }[planned]()
-    types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
-    inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]
-    outputs = [Arg(n, metal, 2, 4096) for n in text.output_names]
-    return text.name, inputs, outputs, text.body, text.header, values
+    return fused_rows.launched(kernel, first.x_dtype, values, narrow)
 
 
 def rows(narrow: bool = False) -> dict[str, tuple]:

@@ -54,10 +54,18 @@ def row_name(row: tuple) -> str:
     return f"{kernel}-{m.bits}-{m.group_size}-{m.x_dtype}-M{m.M}-{chip}"
 
 
+def launched(kernel: str, dtype: str, values: list, narrow: bool) -> tuple:
+    """(name, inputs, outputs, body, header, template) of a launch of a block."""
+    text, metal = source.load(kernel, narrow), METAL_TYPES[dtype]
+    types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
+    inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]
+    outputs = [Arg(n, metal, 2, 4096) for n in text.output_names]
+    return text.name, inputs, outputs, text.body, text.header, values
+
+
 def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    text, first = source.load(kernel, narrow), members[0]
-    metal = METAL_TYPES[first.x_dtype]
+    first = members[0]
     if kernel == "qk_norm":
         values = fused.qk_norm_template(first.x_dtype, *choices)
     elif kernel == "add_norm":
@@ -70,7 +78,4 @@ def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
             "qmv_glu": lambda: fused.glu_template(p, first, *choices),
             "qmv_qkv": lambda: fused.qkv_template(p, members, *choices),
         }[planned]()
-    types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
-    inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]
-    outputs = [Arg(n, metal, 2, 4096) for n in text.output_names]
-    return text.name, inputs, outputs, text.body, text.header, values
+    return launched(kernel, first.x_dtype, values, narrow)

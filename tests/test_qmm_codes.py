@@ -226,6 +226,14 @@ def test_blocks_stay_with_vectors_where_matrices_cannot():
     assert plan_block("qmv_add", (one,), m4) == plan_fused("qmv_add", (one,), m4)
 
 
+def test_only_the_plan_that_is_taken_is_printed(monkeypatch, capsys):
+    monkeypatch.setenv("MLX_PHASE_PRINT_PLANS", "1")
+    plan_block.cache_clear()
+    plan_block("qmv_add", (Matmul(5, 4096, 4096),), H200)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "qmm_codes_add" in line
+
+
 def test_refusals_say_why():
     for problem, words in (
         (Matmul(17, 64, 128), "M = 17"),
