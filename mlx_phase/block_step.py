@@ -67,10 +67,16 @@ def _route(
     how: epsilon of the norm before it, the rotary embedding after it, and more that
     tells its launches apart.
     """
-    if None in members or supports_fused(kernel, members):
+    if None in members:
         return None
-    plan = planned(kernel, members, *how[:2])
-    return _kept((kernel, members, *how), variant(members[0], plan), make)
+    # Looked up first: steps that are not traced come here for every layer.
+    key = (kernel, members, *how)
+    if (route := ROUTES.get(key)) is None:
+        if supports_fused(kernel, members):
+            return None
+        name = variant(members[0], planned(kernel, members, *how[:2]))
+        route = keep_route(key, name, make)
+    return route if route.launch is not None else None
 
 
 def _kept(key: tuple, name: str, make: Callable) -> Route | None:

@@ -88,9 +88,16 @@ def choose(problems: Problems, exact: bool = True) -> Plan | str:
 
 
 def apart(problems: Problems, exact: bool) -> bool:
-    """Whether matrices that share x are better launched one by one: on matrix units."""
+    """Whether matrices that share x are better launched one by one: on matrix units.
+
+    Of one problem: whether it is better launched alone than fused, as its fused
+    launch multiplies by vectors.
+    """
     chip = device_chip()
-    return not exact and any(on_matrix(p, chip) or on_codes(p, chip) for p in problems)
+    # Codes have fused launches, but none that several matrices share.
+    shared = len(problems) > 1 and problems[0].M > 1
+    units = (on_matrix(p, chip) or shared and on_codes(p, chip) for p in problems)
+    return not exact and any(units)
 
 
 def _prepare(problems: Problems, chosen: Plan) -> Callable:

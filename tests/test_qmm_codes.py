@@ -10,7 +10,7 @@ import pytest
 import ref
 import tolerance
 
-from mlx_phase import check, doctor_kernels
+from mlx_phase import check, doctor_kernels, ops
 from mlx_phase.chip import lookup
 from mlx_phase.launch import fused, matmul, matrix
 from mlx_phase.plan import plan_fused
@@ -224,6 +224,17 @@ def test_blocks_stay_with_vectors_where_matrices_cannot():
     assert kernel("qmv_add", small) == "qmv_add"
     m4 = lookup("m4max")
     assert plan_block("qmv_add", (one,), m4) == plan_fused("qmv_add", (one,), m4)
+
+
+def test_blocks_of_inexact_models_are_fused_and_shared_launches_go_apart(monkeypatch):
+    monkeypatch.setattr(ops, "device_chip", lambda: H200)
+    for M in (1, 8):
+        one = Matmul(M, 4096, 4096)
+        assert not ops.apart((one,), exact=False)
+        assert ops.apart((one, one), exact=False) == (M > 1)
+        assert not ops.apart((one, one), exact=True)
+    # 3 bits have no codes kernel: matrix units take the layer alone.
+    assert ops.apart((Matmul(8, 4096, 4096, bits=3),), exact=False)
 
 
 def test_only_the_plan_that_is_taken_is_printed(monkeypatch, capsys):
