@@ -1,26 +1,28 @@
-"""NVIDIA executor: Metal kernels through mx.fast.cuda_kernel.
+"""NVIDIA executor: Metal kernels as modules that are compiled here (`cuda_binary.py`).
 
-MLX rebuilds, copies and hashes a kernel's whole source on every call, so the text is
-kept in a file (named by its hash) and MLX sees one #include and one function call.
+A kernel that asks for strides, which only MLX knows, runs through mx.fast.cuda_kernel.
+That rebuilds, copies and hashes the whole source on every call, so the text is kept in
+a file (named by its hash) and MLX sees one #include and one function call.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_phase.executor import arguments, cuda_text, signature
+from mlx_phase.executor import (
+    arguments,
+    cuda_binary,
+    cuda_store,
+    cuda_text,
+    signature,
+)
 from mlx_phase.executor.cuda_text import Kernel, Variant
 
-#: MLX's kernel, the threadgroup size, and the grid's size if threads must look at it.
+#: MLX's launch, the threadgroup size, and the grid's size if threads must look at it.
 Launch = tuple[Any, tuple[int, int, int], "mx.array | None"]
 
 #: Kinds of calls remembered for each kernel; grids of changing shapes may be many.
@@ -40,7 +42,8 @@ def metal_kernel(
     """Make a CUDA kernel from Metal text; arguments as ``mx.fast.metal_kernel``.
 
     ``compile_options`` is checked but has no effect: NVRTC's options are MLX's.
-    Compile errors come at evaluation, as RuntimeError with the compiler's log.
+    Compile errors are ExecutorError with the compiler's log, or come at evaluation as
+    RuntimeError where MLX compiles.
     """
     arguments.check_kernel(
         name, input_names, output_names, source, header, compile_options
@@ -54,7 +57,8 @@ def metal_kernel(
         atomic_outputs,
     )
     maybe_scalar = [i for i in range(len(input_names)) if kernel.may_be_scalar(i)]
-    built: dict[Variant, Any] = {}
+    binary = cuda_binary.supported(kernel)
+    built: dict[tuple, Any] = {}
     ready: dict[Any, Launch] = {}
 
     def prepare(
@@ -73,9 +77,14 @@ def metal_kernel(
         variant = _variant(kernel, inputs, template, ragged, extent is not None)
         if verbose:
             print(cuda_text.definition(kernel, variant))
-        if variant not in built:
-            built[variant] = _build(kernel, variant, ensure_row_contiguous)
-        return built[variant], blocks, extent
+        types = None
+        if binary:
+            arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
+            types = tuple(a.dtype for a in arrays), tuple(output_dtypes)
+        if (key := (variant, types)) not in built:
+            build = cuda_binary.build if binary else _build
+            built[key] = build(kernel, variant, types, ensure_row_contiguous)
+        return built[key], blocks, extent
 
     def call(
         *,
@@ -98,6 +107,8 @@ def metal_kernel(
                 threadgroup,
                 tuple([inputs[i].ndim for i in maybe_scalar]),
                 tuple(template) if template else None,
+                # MLX's text follows the arrays' types by itself.
+                tuple([*[a.dtype for a in inputs], *output_dtypes]) if binary else None,
             )
             mlx_kernel, blocks, extent = ready[key]
         except (LookupError, TypeError, AttributeError) as miss:
@@ -123,7 +134,6 @@ def metal_kernel(
             grid=grid,
             threadgroup=blocks,
             init_value=init_value,
-            verbose=verbose,
             stream=stream,
         )
 
@@ -161,7 +171,9 @@ def _variant(
     return Variant(scalars, signature.template_arguments(template), ragged, partial)
 
 
-def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any:
+def _build(
+    kernel: Kernel, variant: Variant, _: None, ensure_row_contiguous: bool
+) -> Any:
     text, body = cuda_text.definition(kernel, variant), cuda_text.call(kernel, variant)
     # One name for one text: not every MLX tells kernels of one name apart.
     digest = hashlib.sha256(text.encode() + body.encode()).hexdigest()[:12]
@@ -170,47 +182,6 @@ def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any
         input_names=kernel.mlx_inputs(variant),
         output_names=kernel.mlx_outputs(),
         source=body,
-        header=_stored(kernel.name, text),
+        header=cuda_store.stored(kernel.name, text),
         ensure_row_contiguous=ensure_row_contiguous,
     )
-
-
-@functools.cache
-def _library_hash() -> bytes:
-    """Hash of the include files: the stored text depends on them."""
-    digest = hashlib.sha256()
-    for path in sorted(cuda_text.INCLUDE.glob("*.h")):
-        digest.update(path.read_bytes())
-    return digest.digest()
-
-
-def cache_folder() -> Path:
-    """Folder for kernel text: MLX_PHASE_CACHE, or the user's cache folder."""
-    root = os.environ.get("MLX_PHASE_CACHE")
-    if not root:
-        import platformdirs
-
-        root = platformdirs.user_cache_dir("mlx_phase")
-    return Path(root).absolute() / "cuda"
-
-
-def _stored(name: str, text: str) -> str:
-    """Write ``text`` to the cache and return the #include that reads it."""
-    digest = hashlib.sha256(_library_hash() + text.encode()).hexdigest()[:16]
-    path = cache_folder() / f"{name}-{digest}.h"
-    if not path.is_file():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=path.parent, delete=False
-            ) as file:
-                file.write(text)
-            os.replace(file.name, path)
-        except OSError as error:
-            warnings.warn(
-                f"kernel text cannot be stored in {path.parent} ({error}): launches "
-                "are slower; point MLX_PHASE_CACHE at a folder that can be written",
-                stacklevel=3,
-            )
-            return text
-    return f'#include "{path.as_posix()}"\n'

@@ -1,6 +1,6 @@
-"""Compile CUDA C++ to PTX with NVRTC: no GPU and no driver needed.
+"""Compile CUDA C++ with NVRTC: no GPU and no driver needed.
 
-Used to check kernels where there is no GPU. The pip packages nvidia-cuda-nvrtc,
+The pip packages nvidia-cuda-nvrtc,
 nvidia-cuda-runtime, nvidia-cuda-cccl and nvidia-cuda-crt bring all that it needs.
 """
 
@@ -83,6 +83,18 @@ def compile_ptx(
 
     Raises NvrtcError with the compiler's log, NvrtcMissing without NVRTC.
     """
+    made = _compile(text, name, arch, options, "PTX")
+    return made.rstrip(b"\0").decode(errors="replace")
+
+
+def compile_cubin(text: str, name: str, arch: str) -> bytes:
+    """The same as machine code of ``arch``, such as "sm_90a"."""
+    return _compile(text, name, arch, (), "CUBIN")
+
+
+def _compile(
+    text: str, name: str, arch: str, options: Sequence[str], result: str
+) -> bytes:
     nvrtc = library()
     flags = [
         "--std=c++17",
@@ -101,16 +113,16 @@ def compile_ptx(
         argv = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = nvrtc.nvrtcCompileProgram(program, len(flags), argv)
         if status != 0:
-            log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            log = _read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             raise NvrtcError(log or f"NVRTC failed with status {status}")
-        return _read(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        return _read(program, result)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _read(program: ctypes.c_void_p, size_of: object, get: object) -> str:
+def _read(program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
-    size_of(program, ctypes.byref(size))  # type: ignore[operator]
+    getattr(library(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
-    get(program, buffer)  # type: ignore[operator]
-    return buffer.value.decode(errors="replace")
+    getattr(library(), f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw
