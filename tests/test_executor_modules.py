@@ -172,11 +172,13 @@ def test_modules_that_do_not_compile_say_where(modules):
     assert not modules
 
 
-def test_without_nvrtc_mlx_compiles(monkeypatch, recorder):
+def test_without_nvrtc_mlx_compiles(monkeypatch):
+    compiler, recorder = cuda_binary._compiler.__wrapped__, Recorder()
+    monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(nvrtc, "include_paths", nvrtc.include_paths.__wrapped__)
     monkeypatch.setattr(nvrtc, "_roots", lambda: [])
-    monkeypatch.setattr(cuda_binary, "_compiler", cuda_binary._compiler.__wrapped__)
+    monkeypatch.setattr(cuda_binary, "_compiler", compiler)
     launch(cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];"), [mx.zeros(8)])
     assert len(recorder.calls) == 1
 
