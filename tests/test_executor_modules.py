@@ -142,15 +142,59 @@ def test_modules_are_compiled_once_for_each_type_and_then_named(recorder, module
         for x in (mx.zeros(8), mx.zeros(8), mx.zeros(8, mx.float16)):
             launch(kernel, [x], (50, 3, 1), (32, 2, 1))
     assert not recorder.built
-    first, *rest = modules[0], *modules[1:3], modules[4]
-    assert first["compiled_source"][:4] == b"\x7fELF" and first["scalars"] == [0]
-    assert first["name"].encode() in first["compiled_source"]
-    assert len(first["inputs"]) == 2  # and the grid's size
-    for call in rest:
-        assert (call["compiled_source"], call["scalars"]) == (b"", [1])
-        assert call["inputs"][1].tolist() == [50, 3, 1]
+    sources = [call["compiled_source"] for call in modules]
+    assert [call["scalars"] for call in modules] == [
+        [0],
+        [0],
+        [1],
+        [1],
+        [0],
+        [0],
+        [1],
+    ] * 2
+    assert sources[0][:4] == b"\x7fELF" and modules[0]["name"].encode() in sources[0]
+    assert len(modules[0]["inputs"]) == 2  # and the grid's size
+    assert len(sources[1]) == 8 and [sources[1]] * 2 == sources[2:4]
+    assert modules[2]["inputs"][1].tolist() == [50, 3, 1]
     names = [call["name"] for call in modules]
-    assert names == [*[names[0]] * 3, *[names[3]] * 2] * 2 and names[0] != names[3]
+    assert names == [*[names[0]] * 4, *[names[4]] * 3] * 2 and names[0] != names[4]
+
+
+def test_shapes_are_numbers_for_modules(modules):
+    source = "y[0] = x_shape[1] + s_ndim + x_ndim + o[0];"
+    kernel = cuda.metal_kernel("k", ["x", "o", "s"], ["y"], source)
+    launch(kernel, [mx.zeros((4, 5)), mx.zeros((3, 3)), mx.zeros(7)])
+    assert modules[0]["scalars"] == [0] * 4
+    assert modules[-1]["scalars"] == [1, 4, 5, 7]
+    launch(kernel, [mx.zeros((4, 5, 6)), mx.zeros(3), mx.zeros(7)])
+    assert modules[-1]["scalars"] == [1, 4, 5, 6, 7]
+    assert modules[-1]["name"] != modules[0]["name"]
+
+
+def test_aliases_have_the_hash_of_what_they_stand_for():
+    # Values of GCC's std::hash<std::string>.
+    known = {0: 0x553E93901E462A6E, 1: 0x6D09EE26D5863619, 7: 0x3A0BD73605B9F99D}
+    known |= {8: 0x8358BF4FEE099960, 9: 0x887A6298092D5DFC, 4099: 0x20E9977FA6001C2A}
+    for size, value in known.items():
+        data = bytes(i * i % 251 for i in range(size))
+        assert cuda_binary._hash(data) == value
+        alias = cuda_binary._alias(data)
+        assert len(alias) == 8 and cuda_binary._hash(alias) == cuda_binary._hash(data)
+
+
+def test_mlx_compiles_what_it_would_not_find_again(modules, recorder, monkeypatch):
+    def launched(compiled_source, **_):
+        if len(compiled_source) == 8:
+            raise RuntimeError("no kernel image")
+        return [mx.zeros(64)]
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launched)
+    compiler = lambda: ("sm_90a", nvrtc.version())  # noqa: E731
+    monkeypatch.setattr(cuda_binary, "_compiler", compiler)
+    kernel = cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];")
+    for _ in range(2):
+        launch(kernel, [mx.zeros(8)])
+    assert len(recorder.calls) == 2 and len(recorder.built) == 1
 
 
 def test_numbers_are_inputs_of_modules(modules):

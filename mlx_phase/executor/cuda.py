@@ -57,7 +57,7 @@ def metal_kernel(
         atomic_outputs,
     )
     maybe_scalar = [i for i in range(len(input_names)) if kernel.may_be_scalar(i)]
-    binary = cuda_binary.supported(kernel)
+    binary, shaped = cuda_binary.supported(kernel), kernel.shaped()
     built: dict[tuple, Any] = {}
     ready: dict[Any, Launch] = {}
 
@@ -80,10 +80,11 @@ def metal_kernel(
         types = None
         if binary:
             arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
-            types = tuple(a.dtype for a in arrays), tuple(output_dtypes)
+            ndims = tuple(a.ndim * (i in shaped) for i, a in enumerate(arrays))
+            types = tuple(a.dtype for a in arrays), ndims, tuple(output_dtypes)
         if (key := (variant, types)) not in built:
-            build = cuda_binary.build if binary else _build
-            built[key] = build(kernel, variant, types, ensure_row_contiguous)
+            how = kernel, variant, ensure_row_contiguous
+            built[key] = (binary and cuda_binary.build(*how, types)) or _build(*how)
         return built[key], blocks, extent
 
     def call(
@@ -108,7 +109,14 @@ def metal_kernel(
                 tuple([inputs[i].ndim for i in maybe_scalar]),
                 tuple(template) if template else None,
                 # MLX's text follows the arrays' types by itself.
-                tuple([*[a.dtype for a in inputs], *output_dtypes]) if binary else None,
+                binary
+                and tuple(
+                    [
+                        *[a.dtype for a in inputs],
+                        *output_dtypes,
+                        *[inputs[i].ndim for i in shaped],
+                    ]
+                ),
             )
             mlx_kernel, blocks, extent = ready[key]
         except (LookupError, TypeError, AttributeError) as miss:
@@ -127,6 +135,10 @@ def metal_kernel(
                 ready[key] = mlx_kernel, blocks, extent
         if extent is not None:
             inputs = [*inputs, extent]
+        more = {}
+        if binary:
+            sizes = [n for i in shaped for n in getattr(inputs[i], "shape", ())]
+            more["scalars"] = [1, *sizes]
         return mlx_kernel(
             inputs=inputs,
             output_shapes=output_shapes,
@@ -135,6 +147,7 @@ def metal_kernel(
             threadgroup=blocks,
             init_value=init_value,
             stream=stream,
+            **more,
         )
 
     return call
@@ -171,13 +184,11 @@ def _variant(
     return Variant(scalars, signature.template_arguments(template), ragged, partial)
 
 
-def _build(
-    kernel: Kernel, variant: Variant, _: None, ensure_row_contiguous: bool
-) -> Any:
+def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any:
     text, body = cuda_text.definition(kernel, variant), cuda_text.call(kernel, variant)
     # One name for one text: not every MLX tells kernels of one name apart.
     digest = hashlib.sha256(text.encode() + body.encode()).hexdigest()[:12]
-    return mx.fast.cuda_kernel(
+    made = mx.fast.cuda_kernel(
         name=f"{kernel.name}_{digest}",
         input_names=kernel.mlx_inputs(variant),
         output_names=kernel.mlx_outputs(),
@@ -185,3 +196,4 @@ def _build(
         header=cuda_store.stored(kernel.name, text),
         ensure_row_contiguous=ensure_row_contiguous,
     )
+    return lambda scalars=None, **arguments: made(**arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_phase.executor import cuda_text, nvrtc, signature
+from mlx_phase.executor import cuda_module, nvrtc, signature
 from mlx_phase.executor.cuda_text import Kernel, Variant
 from mlx_phase.executor.error import ExecutorError
 
@@ -44,7 +44,7 @@ def compile_check(
         partial,
     )
     types = [[a.dtype for a in args] for args in (inputs, outputs)]
-    text = cuda_text.module(kernel, variant, *types)
+    text = cuda_module.module(kernel, variant, *types)
     try:
         # Code for the linker is not optimised yet, which takes longer than the rest.
         options = () if ptx else ("-dlto",)

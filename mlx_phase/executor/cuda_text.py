@@ -1,15 +1,14 @@
 """Turn Metal kernel text into CUDA's: pure text, no mlx.
 
-The kernel becomes a function template in namespace msl (include/metal_cuda.h), which a
-`module` of ours calls, or the body that mx.fast.cuda_kernel takes. So Metal's names
-mean the same as on Metal, the template arguments are real ones, and the text that MLX
-copies on every call is short.
+The kernel becomes a function template in namespace msl (include/metal_cuda.h), which is
+called by a module of ours (`cuda_module.py`) or by the body that mx.fast.cuda_kernel
+takes. So Metal's names mean the same as on Metal, the template arguments are real ones,
+and the text that MLX copies on every call is short.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,9 +94,14 @@ class Kernel:
         array = rf"\b{name}\s*\[|\*\s*\)\s*{name}\b|\b{name}_(shape|strides|ndim)\b"
         return re.search(array, self.source) is None
 
-    def takes_shapes(self) -> bool:
-        """Whether the source asks for the shape, strides or ndim of an input."""
-        return any(_described(self, name, False) for name in self.input_names)
+    def shaped(self) -> list[int]:
+        """The inputs whose shape, strides or ndim the source asks for."""
+        named = enumerate(self.input_names)
+        return [i for i, name in named if _described(self, name, False)]
+
+    def takes_strides(self) -> bool:
+        """Whether the source asks for the strides of an input."""
+        return any("strides" in _described(self, n, False) for n in self.input_names)
 
     def mlx_inputs(self, variant: Variant) -> list[str]:
         """Input names for MLX: none is the end of another, so that the search for
@@ -157,69 +161,6 @@ def definition(kernel: Kernel, variant: Variant) -> str:
             "",
         ]
     )
-
-
-def module(
-    kernel: Kernel,
-    variant: Variant,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    guarded: bool = False,
-) -> str:
-    """The text of a whole module, compiled without MLX: one function, `entry(kernel)`.
-
-    inputs, outputs: Metal's names of the arrays' types. Parameters are those of the
-    function that MLX would generate; guarded: and an int, 0 to do nothing.
-    """
-    body = call(kernel, variant)
-    parameters = []
-    for i, kind in enumerate(inputs):
-        parameters.append(f"const {_RAW.get(kind, kind)}* in{i}")
-        for suffix, size in (
-            ("shape", "Shape"),
-            ("strides", "Strides"),
-            ("ndim", "int"),
-        ):
-            if f"in{i}_{suffix}" in body:
-                parameters.append(f"const __grid_constant__ {size} in{i}_{suffix}")
-    if variant.partial:
-        parameters.append(f"const uint32_t* {GRID_NAME}")
-    for i, kind in enumerate(outputs):
-        parameters.append(f"{_RAW.get(kind, kind)}* out{i}")
-    if guarded:
-        parameters.append("const int run")
-        body = f"if (run) {body}"
-    function = f'extern "C" __global__ void {entry(kernel)}({", ".join(parameters)}) {{'
-    lines = [_STAND_IN, definition(kernel, variant), '#line 1 "generated"']
-    lines += ["namespace mlx::core::cu {", function, body, "}", "}", ""]
-    return "\n".join(lines)
-
-
-def entry(kernel: Kernel) -> str:
-    """The name of a module's function."""
-    return f"mlx_phase_{kernel.name}"
-
-
-#: What the generated text takes from MLX's headers. Those take 2 s to compile.
-_STAND_IN = """
-#include <cuda_fp16.h>
-#include <cuda_bf16.h>
-namespace mlx { namespace core { namespace cu {
-typedef signed char int8_t; typedef unsigned char uint8_t;
-typedef short int16_t; typedef unsigned short uint16_t;
-typedef int int32_t; typedef unsigned int uint32_t;
-typedef long long int64_t; typedef unsigned long long uint64_t;
-struct alignas(8) complex64_t { float re, im; };
-template <typename T> struct Ten {
-  T e[10];
-  const T* data() const { return e; }
-};
-using Shape = Ten<int>;
-using Strides = Ten<int64_t>;
-} } }
-"""
-
-_RAW = {"float16_t": "__half", "bfloat16_t": "__nv_bfloat16"}
 
 
 def call(kernel: Kernel, variant: Variant) -> str:
