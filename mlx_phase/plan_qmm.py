@@ -35,9 +35,10 @@ class TilePlan(Plan):
 
 # Chip family -> why stock serves, None: a kernel does. First match wins, the last row
 # is any other chip: what nobody compared stays stock. Neural accelerators: published
-# prefill of M5 is 3-4 x that of its shaders. H200, us at 4096 -> 14336 against cuBLAS's
-# dense fp16 product, without the dequantisation that stock adds (2026-11-29): M 64 71
-# and 66, M 128 97 and 62, M 512 285 and 127. Stock itself was not timed in that run.
+# prefill of M5 is 3-4 x that of its shaders. H200, bf16, 4 bits group 64, GPU us at
+# 4096 -> 14336 against stock (2026-11-30): M 32 60.8 and 83.3, 64 70.2 and 90.3, 128
+# 108.9 and 141.7, 512 256 and 558, 2048 865 and 1931. Other shapes 1.02 to 3.8 x, but
+# 2048 -> 2048 at M 512 0.87 and at 1024 1.01: bench/results/h200-prefill-sweep.txt.
 _ACCELERATED = "MLX takes the neural accelerators, these kernels can't"
 _STOCK = (
     ("CPU", None),
@@ -45,7 +46,7 @@ _STOCK = (
     ("Apple11", _ACCELERATED),
     ("Apple", None),
     ("CDNA", "no executor for this chip"),
-    ("Hopper", "cuBLAS's dense product was as fast or faster"),
+    ("Hopper", None),
     ("", "nothing says that stock is beaten"),
 )
 
@@ -53,7 +54,7 @@ _STOCK = (
 # last rows are any other chip. 32 x 32 of y a simdgroup: on Apple 64 multiplies then
 # stand against 8 loads (metal/README.md), predicted. CPU: a multiply of 32 lanes is one
 # exchange between them, so a simdgroup alone, without others to wait for, is fastest.
-# H200, 4 bits group 64, bf16, 2026-11-29, us at 4096 -> 14336 (the second best tile):
+# H200, as above in a sweep of 2026-11-29, us at 4096 -> 14336 (the second best tile):
 # M 2048 967 (128 x 128 of eight simdgroups 1083), M 128 97 (128 x 128 105), M 64 71
 # (64 x 64 x 32 77); 14336 -> 4096: M 64 in 4 shares of K 59, in 2 80; M 32 58 and 85.
 _TILES = (
@@ -89,6 +90,11 @@ def stays_stock(problem: Matmul, chip: Chip) -> str | None:
         return "float32 has no tensor cores without a loss of digits"
     if problem.mode == "none" and chip.family != "CPU":
         return "plain weights: nothing says that stock's dense product is beaten"
+    if "Hopper" in chip.family:
+        if (problem.mode, problem.bits) != ("affine", 4):
+            return f"{problem.mode} of {problem.bits} bits was not timed against stock"
+        if 256 < problem.M <= 1024 and max(problem.N, problem.K) <= 2048:
+            return "stock is as fast for few rows of few weights"
     why = next(why for family, why in _STOCK if family in chip.family)
     return why and f"prefill on {chip.name}: {why}"
 
