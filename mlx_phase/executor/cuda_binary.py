@@ -65,7 +65,8 @@ def build(
                 threadgroup=(1, 1, 1),
             )
             mx.eval(loaded)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
+        # MLX calls this launch experimental: another version may take other arguments.
         return None
     return functools.partial(launch, compiled_source=alias)
 
