@@ -1,13 +1,15 @@
 // What qwen3-like blocks have between q, k and their rotation.
 
-//! kernel qk_norm (q, k, qw, kw, cs) -> (qo, ko)
-// RMS norm of each head of q and k, then the rotation as in qmv_qkv. One simdgroup per row of D.
+//! kernel qk_norm (q, kv, qw, kw, cs) -> (qo, kvo)
+// RMS norm of each head of q and k, then the rotation as in qmv_qkv; v, the second half of kv, as it
+// is. One simdgroup per row of D.
 threadgroup float row[D];
 const uint lane = thread_index_in_simdgroup;
 const int n = threadgroup_position_in_grid.x, Q = q_shape[0] * q_shape[1] * q_shape[2];
 const bool in_q = n < Q;
-const int i0 = in_q ? n : n - Q;
-const device T* x = (in_q ? q : k) + (size_t)i0 * D;
+const int i0 = in_q ? n : n - Q, K = kv_shape[0] * kv_shape[1] * kv_shape[2] / 2;
+const bool in_v = !in_q && i0 >= K;
+const device T* x = (in_q ? q : kv) + (size_t)i0 * D;
 const device T* w = in_q ? qw : kw;
 float sum = 0;
 for (int d = lane; d < D; d += 32) {
@@ -18,7 +20,7 @@ const float scale = rsqrt(simd_sum(sum) / float(D) + as_type<float>(EPS));
 for (int d = lane; d < D; d += 32) row[d] = float(x[d]) * scale * float(w[d]);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 const device float* a = cs + i0 % cs_shape[0] * D;
-device T* y = (in_q ? qo : ko) + (size_t)i0 * D;
+device T* y = (in_q ? qo : kvo) + (size_t)i0 * D;
 for (int d = lane; d < D; d += 32) {
   float t = row[d];
   if (d < ROT) {
@@ -26,5 +28,5 @@ for (int d = lane; d < D; d += 32) {
     const int e = TRAD ? d ^ 1 : low ? d + ROT / 2 : d - ROT / 2;
     t = low ? fma(t, a[d], -(row[e] * a[e])) : fma(t, a[e], row[e] * a[d]);
   }
-  y[d] = T(t);
+  y[d] = in_v ? x[d] : T(t);
 }

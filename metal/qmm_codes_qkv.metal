@@ -34,23 +34,25 @@ METAL_FUNC void qkv_tiles(
   }
 }
 
-//! kernel qmm_codes_qkv (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, k, v)
+//! kernel qmm_codes_qkv (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, kv)
 // As qmv_qkv. N of each matrix is a multiple of 32.
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, 2, KS, U, ST, NORM>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
 const int row = threadgroup_position_in_grid.x * 32, M = ONE ? 1 : x_shape[0] * x_shape[1];
 const bool in0 = row < N0, in1 = row < N0 + N1;
+device T* v = kv + (size_t)M * N1;
 qkv_tiles<T, bits, group, NB, KS, U, ST, NORM, EPS, D, ROT, TRAD, false>(
     x, nw, in0 ? w0 : in1 ? w1 : w2, in0 ? s0 : in1 ? s1 : s2, in0 ? b0 : in1 ? b1 : b2, nw, cs,
-    in0 ? q : in1 ? k : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0], row - (in0 ? 0 : in1 ? N0 : N0 + N1),
+    in0 ? q : in1 ? kv : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0], row - (in0 ? 0 : in1 ? N0 : N0 + N1),
     in1, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 
-//! kernel qmm_codes_qkv_bias (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, k, v)
+//! kernel qmm_codes_qkv_bias (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, kv)
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, 2, KS, U, ST, NORM>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
 const int row = threadgroup_position_in_grid.x * 32, M = ONE ? 1 : x_shape[0] * x_shape[1];
 const bool in0 = row < N0, in1 = row < N0 + N1;
+device T* v = kv + (size_t)M * N1;
 qkv_tiles<T, bits, group, NB, KS, U, ST, NORM, EPS, D, ROT, TRAD, true>(
     x, nw, in0 ? w0 : in1 ? w1 : w2, in0 ? s0 : in1 ? s1 : s2, in0 ? b0 : in1 ? b1 : b2, in0 ? c0 : in1 ? c1 : c2,
-    cs, in0 ? q : in1 ? k : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0],
+    cs, in0 ? q : in1 ? kv : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0],
     row - (in0 ? 0 : in1 ? N0 : N0 + N1), in1, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

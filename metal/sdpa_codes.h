@@ -1,6 +1,8 @@
 // Caches of keys or values, plain or of codes, for sdpa_matrix.metal.
 
 #define EACH(i, n) UNROLL for (int i = 0; i < n; i++)
+// For what runs once a chunk: short code.
+#define ROLLED _Pragma("unroll 1")
 
 // Unit j of a run, E elements, in pairs.
 template <typename T, int E>

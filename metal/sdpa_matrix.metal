@@ -1,5 +1,5 @@
-// Decode attention, matrix variant: a simdgroup takes 16 keys at once for R = 8 NB query rows. Scores
-// are K Q^T and the output O^T += V^T P^T: keys and elements of V are the rows of the first operand
+// Decode attention, matrix variant: a simdgroup takes 16 MANY keys at once for R = 8 NB query rows.
+// Scores are K Q^T and the output O^T += V^T P^T: keys and elements of V are the rows of the first operand
 // and come straight from memory, query rows are the columns of the second. What a column gets does
 // not depend on the other columns, on R or on W: a row has the same bits whatever q_len is.
 //
@@ -8,32 +8,41 @@
 // has in front of a code is taken out through sums of the other operand.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
-          int CHUNK, int MASK, bool SINKS, bool DIRECT>
+          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
   // Bits of the codes, if there are any.
   static constexpr constant int KC = KBITS < 16 ? KBITS : 8, VC = VBITS < 16 ? VBITS : 8;
-  static constexpr constant int NB = R / 8, STEP = 16 * KP;
+  static constexpr constant int NB = R / 8;
+  // Tiles of 16 keys between two updates of the softmax.
+  static constexpr constant int UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
 
   typedef Rows<T, KB, KG, D, 4> K;
   typedef Rows<T, VB, VG, DV, 8> V;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
-  // Units of V whose parts are added up at once, so that 32 KiB hold them; their padding is against
-  // bank conflicts.
-  static constexpr constant int E = V::U == 8 && KP * W * NB > 12 ? 4 : V::U, P = 8 * E + 4;
+  // Elements of a lane whose parts are added up at once: as many as threadgroup memory holds.
+  static METAL_FUNC constexpr int share() {
+    int e = DV / 8;
+    for (int i = V::U; KP * W * R * (8 * e + 6) > 8192 && i > 1; i /= 2) e = i;
+    return e;
+  }
+  // The padding is against bank conflicts.
+  static constexpr constant int E = share(), P = 8 * E + 4, F = V::RUN < 4 ? V::RUN : E < 4 ? E : 4;
+  // Elements e of a lane, F of which are read at once, are in different banks.
+  static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
 
-  // The first key of a simdgroup in a chunk, of which it takes 16 every STEP. A window leaves out whole
+  // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
   static METAL_FUNC int first_key(const thread Place& at, const int chunk) {
     const int c0 = chunk * CHUNK;
-    return c0 + (at.window ? max(0, at.len - at.q_len - at.window + 1 - c0) / STEP * STEP : 0) + at.sg % KP * 16;
+    return c0 + (at.window ? max(0, at.len - at.q_len - at.window + 1 - c0) / STEP * STEP : 0) + at.sg % KP * 16 * UK;
   }
 
   // The first chunk from `chunk` on that has keys for a row; those before are marked as empty.
   static METAL_FUNC int skip(const thread Place& at, int chunk, const int stride, const int row0, device float* ml) {
     for (; !DIRECT && chunk < at.chunks; chunk += stride) {
-      if (first_key(at, chunk) - at.sg % KP * 16 < min(at.len, (chunk + 1) * CHUNK)) break;
+      if (first_key(at, chunk) - at.sg % KP * 16 * UK < min(at.len, (chunk + 1) * CHUNK)) break;
       const int n = row0 + at.sg % KP * 32 + at.lane;
       if (n < min(at.G * at.q_len, row0 + R)) {
         const size_t c = state_at(at, n) - at.chunk + chunk;
@@ -44,14 +53,22 @@ struct SdpaMatrix {
     return chunk;
   }
 
-  // The lane's two keys of a step that begins at `key`.
+  // The lane's two keys of each tile of a step that begins at `key`.
   static METAL_FUNC void load_keys(
       const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
-    EACH(h, 2) {
+    EACH(h, 2 * UK) {
       const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
       k.load(mine, TILE_COL(at.lane), wide, w + h * K::N * K::NW);
       k.load_sb(mine, wide, sb + h * 2 * K::NS);
     }
+  }
+
+  // Its four keys of the values of the step.
+  static METAL_FUNC void load_values(
+      const thread V& v, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
+    EACH(i, 4 * UK)
+      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, w + i * V::N * V::NW);
+    EACH(h, 2 * UK) v.load_sb(min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), wide, sb + h * 2 * V::NS);
   }
 
   // The chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
@@ -70,14 +87,18 @@ struct SdpaMatrix {
     const PAIR(VT) first = pair_of<VT>(-offset<T>() - MIDDLE, -offset<T>() - MIDDLE);
     const float odd = -offset<T>() - MIDDLE / unscale<VC>(1);
     const PAIR(VT) second = pair_of<VT>(odd, odd);
-    uint kw[2 * K::N * K::NW], vw[4 * V::N * V::NW + 1], ks[4 * K::NS], vs[4 * V::NS];
+    uint kw[2 * UK * K::N * K::NW], vw[4 * UK * V::N * V::NW + 1], ks[4 * UK * K::NS], vs[4 * UK * V::NS];
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk, stride, row0, ml);
-    if (chunk * CHUNK < at.len) load_keys(k, first_key(at, chunk), at, wide, kw, ks);
+    const int here = first_key(at, chunk);
+    if (chunk * CHUNK < at.len) {
+      load_keys(k, here, at, wide, kw, ks);
+      load_values(v, here, at, wide, vw, vs);
+    }
     // The lane's two columns of each tile, and q in the order in which keys are held.
     Row c[NB * 2];
     PAIR(KT) qs[NB * D / 8];
-    PAIR(VT) p[NB * 2];
+    PAIR(VT) p[NB * 2 * UK];
     // Of a column with codes of K: the power of two that was taken out of q times scale, and of each
     // group -offset * sum(q * unscale), and sum(q).
     float scales[NB * 2], start[NB * K::NG * 2], sums[NB * K::NG * 2];
@@ -141,36 +162,35 @@ struct SdpaMatrix {
       EACH(i, NB * DV / 4) o[i] = 0;
       EACH(i, NB * V::NG * 2) bias[i] = 0;
       for (int key = begin; key < end; key += STEP) {
-        EACH(i, 4)
-          v.load(min(key + i / 2 * 8 + 2 * col + i % 2, end - 1), row, wide, vw + i * V::N * V::NW);
-        EACH(h, 2) v.load_sb(min(key + 8 * h + row, end - 1), wide, vs + h * 2 * V::NS);
         // Plain: two sums of every other 16 elements each, for shorter chains of dependent multiplies.
         // Codes: one of each group, the other is the score.
-        float s[NB * 8];
-        EACH(i, NB * 8) s[i] = 0;
-        EACH(u, D / 4 / K::U) {
-          const int r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
+        float s[NB * UK * 8];
+        EACH(i, NB * UK * 8) s[i] = 0;
+        EACH(z, D / 4 / K::U * UK) {
+          const int t = z % UK, u = z / UK, r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
+          const thread uint* w = kw + (2 * t * K::N + r) * K::NW;
+          thread float* mine = s + t * NB * 8;
           PAIR(KT) a[K::U];
           if (K::CODED) {
-            codes_along<T, KC, KT>(kw + r * K::NW, j, one, a);
-            codes_along<T, KC, KT>(kw + (K::N + r) * K::NW, j, one, a + K::U / 2);
+            codes_along<T, KC, KT>(w, j, one, a);
+            codes_along<T, KC, KT>(w + K::N * K::NW, j, one, a + K::U / 2);
             if (u * K::U * 4 % KG == 0) {
-              EACH(i, NB * 4) s[i / 4 * 8 + 4 + i % 4] = start[(i / 4 * K::NG + g) * 2 + i % 2];
+              EACH(i, NB * 4) mine[i / 4 * 8 + 4 + i % 4] = start[(i / 4 * K::NG + g) * 2 + i % 2];
             }
           } else {
-            plain_along<KT, K::U>(kw + r * K::NW, j, a);
-            plain_along<KT, K::U>(kw + (K::N + r) * K::NW, j, a + K::U / 2);
+            plain_along<KT, K::U>(w, j, a);
+            plain_along<KT, K::U>(w + K::N * K::NW, j, a + K::U / 2);
           }
           EACH(i, K::U / 4) {
-            const int t = u * (K::U / 4) + i;
+            const int x = u * (K::U / 4) + i;
             EACH(n, NB)
-              mma16<KT>(s + n * 8 + (K::CODED ? 1 : t % 2) * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1],
-                        a[K::U / 2 + 2 * i + 1], qs[n * (D / 8) + 2 * t], qs[n * (D / 8) + 2 * t + 1]);
+              mma16<KT>(mine + n * 8 + (K::CODED ? 1 : x % 2) * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1],
+                        a[K::U / 2 + 2 * i + 1], qs[n * (D / 8) + 2 * x], qs[n * (D / 8) + 2 * x + 1]);
           }
           if (K::CODED && (u + 1) * K::U * 4 % KG == 0) {
             EACH(i, NB * 4) {
-              const thread uint* sb = ks + i % 4 / 2 * 2 * K::NS;
-              thread float* x = s + i / 4 * 8 + i % 4;
+              const thread uint* sb = ks + (2 * t + i % 4 / 2) * 2 * K::NS;
+              thread float* x = mine + i / 4 * 8 + i % 4;
               *x = fma(scale_at<T>(sb, g), x[4], fma(scale_at<T>(sb + K::NS, g), sums[(i / 4 * K::NG + g) * 2 + i % 2], *x));
             }
           }
@@ -180,32 +200,40 @@ struct SdpaMatrix {
         if (after < at.len) load_keys(k, after, at, wide, kw, ks);
         // A weight times its largest scale of V, not the weight itself, is at most about 2^15, for a half.
         // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
-        float size[2] = {0, 0}, f[NB * 2];
-        if (V::CODED && sizeof(T) == 2) {
-          EACH(h, 2) {
-            float most = fabs(scale_at<T>(vs + h * 2 * V::NS, 0));
-            UNROLL for (int g = 1; g < V::NG; g++) most = max(most, fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
-            size[h] = max(fma(float(as_type<int>(most)), 1.1920929e-7f, -142.0f), -55.0f);
-          }
+        float size[2 * UK], f[NB * 2];
+        EACH(h, 2 * UK) {
+          size[h] = 0;
+          if (!V::CODED || sizeof(T) != 2) continue;
+          float most = fabs(scale_at<T>(vs + h * 2 * V::NS, 0));
+          UNROLL for (int g = 1; g < V::NG; g++) most = max(most, fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
+          size[h] = max(fma(float(as_type<int>(most)), 1.1920929e-7f, -142.0f), -55.0f);
         }
         EACH(n, NB) {
-          thread float* x = s + n * 8;
-          EACH(i, 4) {
+          EACH(i, 4 * UK) {
             const Row m = c[2 * n + i % 2];
             const int j = key + i / 2 * 8 + row;
-            x[i] = K::CODED ? x[i] * scales[2 * n + i % 2] : (x[i] + x[i + 4]) * scale;
-            if (j < m.from || j >= m.to) x[i] = -INFINITY;
+            thread float* x = s + (i / 4 * NB + n) * 8 + i % 4;
+            *x = K::CODED ? *x * scales[2 * n + i % 2] : (x[0] + x[4]) * scale;
+            if (j < m.from || j >= m.to) *x = -INFINITY;
             else if (MASK)
-              x[i] = fma(added(mask[seen[2 * n + i % 2] + (size_t)j * mask_steps.w]), LOG2E, x[i]);
+              *x = fma(added(mask[seen[2 * n + i % 2] + (size_t)j * mask_steps.w]), LOG2E, *x);
           }
           EACH(i, 2) {
             const int e = 2 * n + i;
-            const float high = max(top[e], rows_max(V::CODED ? max(x[i] + size[0], x[2 + i] + size[1]) : max(x[i], x[2 + i])));
+            float high = -INFINITY, all = 0;
+            EACH(h, 2 * UK) {
+              const float x = s[(h / 2 * NB + n) * 8 + h % 2 * 2 + i];
+              high = max(high, V::CODED ? x + size[h] : x);
+            }
+            high = max(top[e], rows_max(high));
             f[e] = EXP2(top[e] - high);
             top[e] = high;
-            x[i] = EXP2(x[i] - high);
-            x[2 + i] = EXP2(x[2 + i] - high);
-            sum[e] = fma(sum[e], f[e], x[i] + x[2 + i]);
+            EACH(h, 2 * UK) {
+              thread float* x = s + (h / 2 * NB + n) * 8 + h % 2 * 2 + i;
+              *x = EXP2(*x - high);
+              all += *x;
+            }
+            sum[e] = fma(sum[e], f[e], all);
           }
         }
         float m[NB * 4];
@@ -213,35 +241,47 @@ struct SdpaMatrix {
         EACH(u, DV / 8 / V::U) {
           const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), g = r / V::PER, L = V::N * V::NW;
           if (u == 0 || (V::CODED && u * V::U * 8 % VG == 0)) {
-            float2 w[2] = {1, 1};
-            EACH(h, 2 * V::CODED)
-              w[h] = float2(scale_at<T>(vs + h * 2 * V::NS, g), scale_at<T>(vs + (h * 2 + 1) * V::NS, g));
-            EACH(n, NB) {
-              const thread float* x = s + n * 8;
-              EACH(h, 2)
-                p[2 * n + h] = to_b<VT>(pair_of<VT>(x[2 * h] * w[h].x, x[2 * h + 1] * w[h].x));
-              if (!V::CODED) continue;
-              // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
-              thread float* t = bias + (n * V::NG + g) * 2;
-              EACH(i, 2)
-                t[i] = fma(t[i], f[2 * n + i], fma(x[i], fma(w[0].x, MIDDLE, w[0].y), x[2 + i] * fma(w[1].x, MIDDLE, w[1].y)));
-              EACH(i, 4) m[n * 4 + i] = 0;
-              mma16<VT>(m + n * 4, first, second, first, second, p[2 * n], p[2 * n + 1]);
+            EACH(i, NB * 4) m[i] = 0;
+            EACH(t, UK) {
+              float2 w[2] = {1, 1};
+              EACH(h, 2 * V::CODED) {
+                const thread uint* sb = vs + (2 * t + h) * 2 * V::NS;
+                w[h] = float2(scale_at<T>(sb, g), scale_at<T>(sb + V::NS, g));
+              }
+              EACH(n, NB) {
+                const thread float* x = s + (t * NB + n) * 8;
+                thread PAIR(VT)* to = p + (t * NB + n) * 2;
+                EACH(h, 2) to[h] = to_b<VT>(pair_of<VT>(x[2 * h] * w[h].x, x[2 * h + 1] * w[h].x));
+                if (!V::CODED) continue;
+                // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
+                thread float* b = bias + (n * V::NG + g) * 2;
+                EACH(i, 2)
+                  b[i] = fma(b[i], t ? 1.0f : f[2 * n + i],
+                             fma(x[i], fma(w[0].x, MIDDLE, w[0].y), x[2 + i] * fma(w[1].x, MIDDLE, w[1].y)));
+                mma16<VT>(m + n * 4, first, second, first, second, to[0], to[1]);
+              }
             }
           }
-          PAIR(VT) a[2 * V::U];
-          EACH(h, 2) {
-            const thread uint* w = vw + 2 * h * L + r * V::NW;
-            if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
-            else across<VT, V::U>(w, w + L, j, a + h * V::U);
+          EACH(n, NB * V::U * 2) {
+            thread float* x = o + n / (V::U * 2) * (DV / 4) + u * V::U * 2 + n % (V::U * 2);
+            *x = fma(*x, f[n / (V::U * 2) * 2 + n % 2], m[n / (V::U * 2) * 4 + n % 4]);
           }
-          EACH(n, NB) {
-            thread float* t = o + n * (DV / 4) + u * V::U * 2;
-            EACH(i, V::U * 2) t[i] = fma(t[i], f[2 * n + i % 2], m[n * 4 + i % 4]);
-            EACH(i, V::U / 2)
-              mma16<VT>(t + 4 * i, a[2 * i], a[2 * i + 1], a[V::U + 2 * i], a[V::U + 2 * i + 1], p[2 * n], p[2 * n + 1]);
+          EACH(t, UK) {
+            PAIR(VT) a[2 * V::U];
+            EACH(h, 2) {
+              const thread uint* w = vw + (4 * t + 2 * h) * L + r * V::NW;
+              if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
+              else across<VT, V::U>(w, w + L, j, a + h * V::U);
+            }
+            EACH(n, NB) {
+              const thread PAIR(VT)* with = p + (t * NB + n) * 2;
+              EACH(i, V::U / 2)
+                mma16<VT>(o + n * (DV / 4) + u * V::U * 2 + 4 * i, a[2 * i], a[2 * i + 1], a[V::U + 2 * i],
+                          a[V::U + 2 * i + 1], with[0], with[1]);
+            }
           }
         }
+        if (after < at.len) load_values(v, after, at, wide, vw, vs);
       }
       if (V::CODED) {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
@@ -275,28 +315,32 @@ struct SdpaMatrix {
       if (u) threadgroup_barrier(mem_flags::mem_threadgroup);
       EACH(i, NB * E * 2) {
         const int n = i / (E * 2), j = i % (E * 2);
-        part[(at.sg * R + n * 8 + 2 * col + i % 2) * P + (j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
+        part[(at.sg * R + n * 8 + 2 * col + i % 2) * P + bank(j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int x = at.sg * 32 + at.lane; x < W * R * 8 * E; x += KP * W * 32) {
-        const int w = x / (R * 8 * E), r = x / (8 * E) % R, lane_row = x / E % 8, e = x % E;
-        const int n = (at.block + w) * R + r, d = (u * E / V::RUN * 8 + lane_row) * V::RUN + u * E % V::RUN + e;
+      ROLLED for (int x = at.sg * 32 + at.lane; x < W * R * 8 * E / F; x += KP * W * 32) {
+        const int lane_row = x % 8, e = x / 8 % (E / F) * F, w = x / (8 * E / F) / R, r = x / (8 * E / F) % R;
+        const int n = (at.block + w) * R + r, d = ((u * E + e) / V::RUN * 8 + lane_row) * V::RUN + (u * E + e) % V::RUN;
         if (n >= at.G * at.q_len) continue;
         const threadgroup float* st = state + (w * KP * R + r) * 2;
-        float high = LOWEST, all = 0, t = 0;
+        const threadgroup float* from = part + (w * KP * R + r) * P + lane_row;
+        float high = LOWEST, all = 0, t[F];
         EACH(k, KP) high = max(high, st[k * R * 2]);
+        EACH(i, F) t[i] = 0;
         EACH(k, KP) {
           const float f = weight(st[k * R * 2], high);
           all = fma(st[k * R * 2 + 1], f, all);
-          t = fma(part[((w * KP + k) * R + r) * P + e * 8 + lane_row], f, t);
+          EACH(i, F) t[i] = fma(from[k * R * P + bank(e + i) * 8], f, t[i]);
         }
         const int h = at.head + n / at.q_len, i = n % at.q_len;
         if (DIRECT) {
           const float2 f = settle<SINKS>(high, all, SINKS ? float(sinks[h]) : 0);
-          out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d] = O(t * f.x * f.y);
+          EACH(j, F) out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d + j] = O(t[j] * f.x * f.y);
         } else {
           const size_t c = state_at(at, n) - at.chunk + chunk;
-          if (high > LOWEST) out[c * DV + d] = t;  // nobody reads the o of no keys
+          if (high > LOWEST) {  // nobody reads the o of no keys
+            EACH(j, F) out[c * DV + d + j] = t[j];
+          }
           if (d == 0) {
             ml[2 * c] = high > LOWEST ? high : -INFINITY;
             ml[2 * c + 1] = all;
@@ -308,10 +352,10 @@ struct SdpaMatrix {
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * R * X::P];
 threadgroup float state[KP * W * R * 2];
-const Place at = place<CHUNK, W>(
+const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
@@ -326,10 +370,10 @@ X::run(
     sinks, out, ml, part, state, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
+typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * R * X::P];
 threadgroup float state[KP * W * R * 2];
-const Place at = place<CHUNK, W>(
+const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {

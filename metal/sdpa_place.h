@@ -5,14 +5,14 @@ struct Place {
 };
 // numbers: scale, window (0: none), causal. head: the first query head of the kv head. block: the
 // first of the W row blocks.
-template <int CHUNK, int W, typename Ints, typename Floats>
+template <int CHUNK, int W, bool WINDOW, typename Ints, typename Floats>
 METAL_FUNC Place place(
     const Ints q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
     const uint sg, const uint lane) {
   const int Hkv = k_shape[1], G = q_shape[1] / Hkv, kv = tg.z % Hkv, k_len = k_shape[2];
   // Told to be the same in all lanes, so loops of a simdgroup are no divergent branches.
   const int same = simd_broadcast_first(sg);
-  return {int(tg.z) / Hkv, kv, kv * G, q_shape[1], G, q_shape[2], min(k_len, len), int(numbers[1]),
+  return {int(tg.z) / Hkv, kv, kv * G, q_shape[1], G, q_shape[2], min(k_len, len), WINDOW ? int(numbers[1]) : 0,
           int(tg.y), (k_len + CHUNK - 1) / CHUNK, int(tg.x) * W, same, int(lane), numbers[2] != 0};
 }
 

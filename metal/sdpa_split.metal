@@ -360,7 +360,7 @@ struct Sdpa {
 typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
-const Place at = place<CHUNK, W>(
+const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
@@ -378,7 +378,7 @@ X::run(
 typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
-const Place at = place<CHUNK, W>(
+const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {

@@ -24,6 +24,11 @@ class _Block:
     _memo: Memo
     _train: bool = False
 
+    @property
+    def one_write(self) -> bool:
+        """Whether its launches give new keys and values in one array."""
+        return self._fused.rotary is not None
+
     def _set_training_mode(self, mode: bool) -> None:
         super()._set_training_mode(mode)
         object.__setattr__(self, "_train", bool(mode))

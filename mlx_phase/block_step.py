@@ -32,7 +32,7 @@ from .plan import supports_fused
 from .problem import Matmul
 from .rotary import angles
 from .routes import ROUTES, Route, keep_route
-from .step_cache import StepCache
+from .step_cache import JointStep, StepCache
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 
@@ -100,14 +100,14 @@ class Step:
         self, x: mx.array, mask: mx.array | str | None, cache: Any
     ) -> mx.array:
         """The block's output [B, L, hidden]."""
-        f, (B, L, _) = self.found, x.shape
+        f, L = self.found, x.shape[1]
         before, after, before_mlp, after_mlp = map(self._norm, f.parts.norms)
-        q, k, v = self._qkv(x, before, cache)
-        k, v = cache.update_and_fetch(k, v)
+        q, *new = self._qkv(x, before, cache)
+        k, v = _write(cache, *new)
         o = self._attend(q, k, v, mask, cache)
         if L > 1:
             o = o.transpose(0, 2, 1, 3)
-        h = self._add(self.attention["o_proj"], o.reshape(B, L, -1), x, after)
+        h = self._add(self.attention["o_proj"], o, x, after)
         if f.parts.glu and (g := self._glu(h, before_mlp)) is not None:
             return self._add(self.mlp["down_proj"], g, h, after_mlp)
         y = self.mlp(h if before_mlp is None else before_mlp(h))
@@ -139,7 +139,8 @@ class Step:
         return found
 
     def _qkv(self, x: mx.array, norm: nn.Module | None, cache: Any) -> Sequence:
-        """q, k, v [B, heads, L, D] of x, normed and rotated."""
+        """q [B, Hq, L, D], then k and v [B, Hkv, L, D] of x, normed and rotated; or
+        these two in one array [2 B, Hkv, L, D]."""
         f, (B, L, K), rope = self.found, x.shape, rope_of(self.attention)
         matrices = self._matrices(self.attention, f.parts.qkv, f.rows)
         bias = all(m.bias is not None for m in matrices)
@@ -160,16 +161,17 @@ class Step:
             x = x.reshape(1, B * L, K)
         biases = [m.bias for m in matrices] if bias else []
         weight = x if weight is None else weight
-        q, k, v = _launch(route, x, weight, *_arrays(*matrices), *biases, cs)
+        q, kv = _launch(route, x, weight, *_arrays(*matrices), *biases, cs)
         if turn:
-            q, k = turn(q, k, cs)
+            q, kv = turn(q, kv, cs)
         if each:
             shape, axes = (-1, B, L, f.head_dim), (1, 0, 2, 3)
-            q, k, v = (a.reshape(shape).transpose(axes) for a in (q, k, v))
-        return q, k, v
+            parts = (q, *mx.split(kv, 2))
+            return [a.reshape(shape).transpose(axes) for a in parts]
+        return q, kv
 
     def _qk_norm(self, dtype: str) -> Callable | None:
-        """``(q, k, angles) -> [q, k]`` normed and rotated; None: no such launch."""
+        """``(q, kv, angles) -> [q, kv]`` normed and rotated; None: no such launch."""
         f, norms = self.found, [self.attention[f"{name}_norm"] for name in "qk"]
         weights = [self._scaled(m)[0] for m in norms]
         if any(DTYPES.get(w.dtype) != dtype for w in weights):
@@ -177,7 +179,7 @@ class Step:
         key = ("qk_norm", dtype, f.rotary, norms[0].eps)
         make = partial(prepare_qk_norm, dtype, f.rotary, norms[0].eps)
         route = _kept(key, f"qk_norm {dtype} D={f.head_dim}", make)
-        return route and (lambda q, k, cs: _launch(route, q, k, *weights, cs))
+        return route and (lambda q, kv, cs: _launch(route, q, kv, *weights, cs))
 
     def _qkv_of_layers(self, x: mx.array, cache: Any) -> Sequence:
         f, attention, (B, L, _) = self.found, self.attention, x.shape
@@ -207,16 +209,19 @@ class Step:
     def _add(
         self, layer: nn.Module, x: mx.array, res: mx.array, norm: nn.Module | None
     ) -> mx.array:
-        """res + layer(x), or res + norm(layer(x))."""
+        """res + layer(x), or res + norm(layer(x)); a row of x may be [heads, D]."""
+        rows = x.reshape(*res.shape[:2], -1)
         if norm is not None:
-            return self._joined(layer(x), res, norm)
+            return self._joined(layer(rows), res, norm)
         matrix = Matrix(layer, *map(layer.get, ARRAYS))
-        members = (_problem(matrix, x, matrix.bias is not None),)
+        members = (_problem(matrix, rows, matrix.bias is not None),)
         route = _route("qmv_add", members, partial(prepare_add, *members))
         if route is None:
-            return res + layer(x)
+            return res + layer(rows)
         if matrix.bias is not None:
             res = res + matrix.bias
+        # One row lies in memory as its heads do: a node less in the graph.
+        x = x if rows.shape[:2] == (1, 1) else rows
         return _launch(route, x, *_arrays(matrix), res)
 
     def _joined(self, y: mx.array, res: mx.array, norm: nn.Module | None) -> mx.array:
@@ -251,6 +256,15 @@ class Step:
         if route is None:
             return None
         return _launch(route, h, h if weight is None else weight, *_arrays(gate, up))
+
+
+def _write(cache: Any, *new: mx.array) -> tuple:
+    """Write k and v, or both in one array; gives the cache's whole keys and values."""
+    if len(new) > 1:
+        return cache.update_and_fetch(*new)
+    if isinstance(cache, JointStep):
+        return cache.write(*new)
+    return cache.update_and_fetch(*mx.split(*new, 2))
 
 
 def _sliced(arrays: list, ends: list[tuple[int, int]]) -> list[list]:

@@ -42,8 +42,8 @@ class Form:
 class Group:
     """Caches of one kind that agree on where a step goes."""
 
-    def __init__(self, kind: Kind):
-        self.kind, self.caches = kind, []
+    def __init__(self, kind: Kind, caches: list):
+        self.kind, self.caches = kind, caches
 
     def agree(self, known: list[tuple] | None) -> bool:
         """Whether offsets that are arrays are equal. ``known``: what `note` gave."""
@@ -61,15 +61,18 @@ class Group:
     def inputs(self, B: int, L: int) -> list[mx.array]:
         """Arrays of a step of B sequences and L tokens; makes room in the caches."""
         kind, first = self.kind, self.caches[0]
-        for cache in self.caches:
-            kind.room(cache, L)
+        before = kind.state(first, L)
+        kind.room(first, L)
+        # They are in one state, so where the first has room all have.
+        if kind.state(first, L) != before:
+            for cache in self.caches[1:]:
+                kind.room(cache, L)
         at, keys = kind.place(first, L)
         numbers = (
             mx.array([*range(at, at + L)], mx.int32),
             mx.array([keys] * B, mx.int32),
         )
-        buffers = [a for c in self.caches for a in kind.buffers(c)]
-        return [*numbers, *kind.starts(first), *buffers]
+        return [*numbers, *kind.starts(first), *kind.all_buffers(self.caches)]
 
     def form(self) -> Form:
         """What a trace takes as constant, when there is room."""
@@ -81,10 +84,8 @@ class Group:
 
     def note(self, L: int, arrays: list[mx.array]) -> list[tuple] | None:
         """Note a step in the caches; gives the arrays that all of them hold now."""
-        kind, each = self.kind, len(self.kind.buffers(self.caches[0]))
-        after = arrays[each * len(self.caches) :]
-        for i, cache in enumerate(self.caches):
-            kind.done(cache, L, arrays[each * i : each * (i + 1)], after)
+        kind, n = self.kind, len(self.kind.buffers(self.caches[0])) * len(self.caches)
+        kind.all_done(self.caches, L, arrays[:n], arrays[n:])
         return [tuple(kind.starts(c)) for c in self.caches] if kind.batched else None
 
 
@@ -93,26 +94,33 @@ def grouped(caches: Sequence[Any], L: int) -> tuple[list[Group], tuple] | None:
 
     Caches without buffers fit no step.
     """
-    groups: dict[tuple, int] = {}
-    found: list[Group] = []
-    layout = []
-    for c in caches:
-        kind = KINDS.get(type(c))
-        if kind is None or c.keys is None or (state := kind.state(c, L)) is None:
-            return None
-        key = kind, state
-        if key not in groups:
-            groups[key] = len(found)
-            found.append(Group(kind))
-        layout.append(groups[key])
-        found[groups[key]].caches.append(c)
-    return found, tuple(layout)
+    kinds = [*map(KINDS.get, map(type, caches))]
+    if None in kinds:
+        return None
+    # Most often all are alike: this is on the path of each step.
+    if kinds.count(kinds[0]) == len(kinds):
+        states = kinds[0].states(caches, L)
+    else:
+        pairs = zip(kinds, caches, strict=True)
+        states = [kind.states([c], L)[0] for kind, c in pairs]
+    keys = [*zip(kinds, states, strict=True)]
+    if keys.count(keys[0]) == len(keys):
+        groups, layout = {keys[0]: Group(kinds[0], [*caches])}, (0,) * len(keys)
+    else:
+        groups = {key: Group(key[0], []) for key in keys}
+        for key, c in zip(keys, caches, strict=True):
+            groups[key].caches.append(c)
+        order = [*groups]
+        layout = tuple(map(order.index, keys))
+    if any(state is None for _, state in groups):
+        return None
+    return [*groups.values()], layout
 
 
 def fit_empty(caches: Sequence[Any], L: int) -> bool:
     """Whether new caches fit a short prompt of L tokens, the first of them apart."""
     kinds = [KINDS.get(type(c)) for c in caches]
     return all(
-        kind is not None and c.keys is None and kind.empty(c, L)
+        kind is not None and kind.new(c) and kind.empty(c, L)
         for kind, c in zip(kinds, caches, strict=True)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -19,9 +20,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from .cache_joint import JOINT
 from .step_cache import (
     BatchRotatingStep,
     BatchStep,
+    JointStep,
     Position,
     QuantizedStep,
     RotatingStep,
@@ -65,8 +68,17 @@ class Kind:
     batched = False
 
     def state(self, c: Any, L: int) -> tuple | None:
-        """What caches that share a `Position` have in common; None: no such step."""
-        return (c.offset,)
+        """What caches that share a `Position` have in common, all that says what room
+        they need among it; None: no such step."""
+        return c.offset, self.buffers(c)[0].shape[2]
+
+    def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
+        """The state of each; None also where there are no buffers."""
+        return [None if self.new(c) else self.state(c, L) for c in caches]
+
+    def new(self, c: Any) -> bool:
+        """Whether a cache has no buffers yet."""
+        return c.keys is None
 
     def empty(self, c: Any, L: int) -> bool:
         """Whether a new cache takes a prompt of L tokens, the first of them apart."""
@@ -101,6 +113,50 @@ class Kind:
         """Note a step in the cache."""
         c.keys, c.values = buffers
         c.offset += L
+
+    def all_buffers(self, caches: Sequence[Any]) -> list[mx.array]:
+        """The buffers of caches, one after the other."""
+        return [a for c in caches for a in self.buffers(c)]
+
+    def all_done(
+        self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
+    ) -> None:
+        """Note a step in caches: ``arrays`` in the order of `all_buffers`."""
+        turns = zip(*[iter(arrays)] * (len(arrays) // len(caches)), strict=True)
+        for c, buffers in zip(caches, turns, strict=True):
+            self.done(c, L, buffers, after)
+
+
+class _Joint(Kind):
+    # Most caches of most steps: their methods on many take no call for each.
+    view = JointStep
+    _state = attrgetter("offset", "kv.shape")
+
+    def state(self, c: Any, L: int) -> tuple | None:
+        return self._state(c)
+
+    def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
+        return [*map(self._state, caches)]
+
+    def new(self, c: Any) -> bool:
+        return False
+
+    def room(self, c: Any, L: int) -> None:
+        if more := _room(c.kv.shape[2], c.offset + L, c.step):
+            c.kv = _extended(c.kv, more)
+
+    def buffers(self, c: Any) -> Sequence[mx.array]:
+        return (c.kv,)
+
+    def all_buffers(self, caches: Sequence[Any]) -> list[mx.array]:
+        return [c.kv for c in caches]
+
+    def all_done(
+        self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
+    ) -> None:
+        for c, kv in zip(caches, arrays, strict=True):
+            c.kv = kv
+            c.offset += L
 
 
 class _Quantized(Kind):
@@ -159,7 +215,7 @@ class _Batch(Kind):
     batched = True
 
     def state(self, c: Any, L: int) -> tuple | None:
-        return (c._idx,) if self.empty(c, L) else None
+        return (c._idx, c.keys.shape[2]) if self.empty(c, L) else None
 
     def empty(self, c: Any, L: int) -> bool:
         # A cache that was loaded lacks the attribute.
@@ -224,6 +280,7 @@ class _BatchRotating(_Batch):
 
 KINDS: dict[type, Kind] = {
     KVCache: Kind(),
+    JOINT: _Joint(),
     QuantizedKVCache: _Quantized(),
     RotatingKVCache: _Rotating(),
     BatchKVCache: _Batch(),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, update_wrapper
+from types import FunctionType
 
 import mlx.nn as nn
 
 
 @cache
 def mixed(mixin: type, stock: type) -> type:
-    """``stock`` with ``mixin`` in front of it, under stock's name."""
-    return type(stock.__name__, (mixin, stock), {})
+    """``stock`` with ``mixin`` in front of it, under stock's names and signature."""
+    # mlx-lm finds what belongs to a model by the module of its class.
+    own = {name: getattr(stock, name) for name in ("__module__", "__qualname__")}
+    call = vars(mixin).get("__call__")
+    if call is not None:
+        # mlx-lm asks for the arguments that a model takes: each class has its own.
+        parts = call.__code__, call.__globals__, None, call.__defaults__
+        copy = FunctionType(*parts, call.__closure__)
+        own["__call__"] = update_wrapper(copy, stock.__call__)
+    return type(stock.__name__, (mixin, stock), own)
 
 
 def restored(kind: type, items: dict, state: dict) -> nn.Module:

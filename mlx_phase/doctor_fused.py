@@ -112,16 +112,16 @@ class _Case:
         rotary, angles = Rotary(HEAD, HEAD, bool(row.choice)), self._angles(at)
         if row.kernel == "qk_norm":
             heads = x[..., : 4 * HEAD].reshape(1, -1, 4, HEAD).transpose(0, 2, 1, 3)
-            q, k = mx.contiguous(heads[:, :3]), mx.contiguous(heads[:, 3:])
+            q, kv = mx.contiguous(heads[:, :3]), mx.repeat(heads[:, 3:], 2, axis=0)
             norms = [self.norm[:HEAD], self.norm[HEAD : 2 * HEAD]]
             run = prepare_qk_norm(row.dtype, rotary, EPS)
-            return [a[0] for a in run(q, k, *norms, angles)]
+            return _apart(*run(q, kv, *norms, angles))
         bias = row.kernel == "qmv_qkv_bias"
         members = tuple(replace(problem, N=n) for n in SIZES)
         extra = [b for b, _ in self.biases] if bias else []
         arrays = [a for w in self.weights for a in w]
         run = prepare_qkv(members, rotary, EPS, bias)
-        return [a[0] for a in run(x, self.norm, *arrays, *extra, angles)]
+        return _apart(*run(x, self.norm, *arrays, *extra, angles))
 
     def _angles(self, at: slice) -> mx.array:
         first, second = self._pairs()
@@ -156,12 +156,17 @@ class _Case:
             weight = np.array(self.norm.astype(mx.float32)).astype(np.float64)
             q = _norm(y[:3], weight[:HEAD])
             k = _norm(y[3:], weight[HEAD : 2 * HEAD])
-            return [self._turn(q), self._turn(k)]
+            return [self._turn(q), self._turn(k), y[3:]]
         ys = [self.normed @ w.T for w in self.right]
         if kernel == "qmv_qkv_bias":
             ys = [y + b for y, (_, b) in zip(ys, self.biases, strict=True)]
         ys = [y.reshape(len(y), -1, HEAD).transpose(1, 0, 2) for y in ys]
         return [self._turn(ys[0]), self._turn(ys[1]), ys[2]]
+
+
+def _apart(q: mx.array, kv: mx.array) -> list[mx.array]:
+    """q, k and v of a launch, [heads, rows, D]."""
+    return [q[0], kv[0], kv[1]]
 
 
 def _words(row: FusedRow) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from .chip import Chip
@@ -31,7 +31,7 @@ class Plan:
 
     rows: output rows a simdgroup owns. simdgroups: per threadgroup. k_simdgroups:
     of these, how many share rows and split K. splits: threadgroups that split K,
-    summed by ``qmv_reduce``.
+    summed by ``qmv_reduce``. lean: the text with the sums of ``lean.h``.
     """
 
     kernel: str
@@ -41,6 +41,7 @@ class Plan:
     splits: int
     exact: bool
     reason: str
+    lean: bool = field(default=False, kw_only=True)
 
 
 # Chip family -> (least k_simdgroups, simdgroups a core should have in flight). First
@@ -53,6 +54,15 @@ _FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("", 1, 24))
 # M up to -> rows. At most ~24 accumulators a lane, or they spill. H200, M = 4:
 # 4096 -> 14336 takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
 _ROWS = ((4, 4), (8, 2), (16, 1))
+
+# Families whose instructions bound a decode step: they get the sums of lean.h. Hopper
+# waits for memory, and a half costs an instruction to widen there. CPU: as Apple.
+_LEAN = ("Apple", "CPU")
+# M up to -> rows, simdgroups for each that splits K: more than 2 of them share x, and
+# up to 32 accumulators a lane pay. Predicted by counters (docs/counters.md; 11.3 cycles
+# a weight at M = 8 with 4 rows, 12.9 with 2), unmeasured on Apple.
+_LEAN_TILES = ((2, 4, 1), (4, 4, 4), (8, 4, 8), (16, 2, 8))
+MAX_SHARED = 16  # rows of x, of all that split K, that threadgroup memory has room for
 
 
 def supports(problem: Matmul) -> str | None:
@@ -133,15 +143,27 @@ def _plan(problem: Matmul, chip: Chip) -> Plan:
     why = supports(problem)
     if why is not None:
         raise ValueError(f"no kernel for {problem}: {why}")
-    rows = next(r for m, r in _ROWS if problem.M <= m)
     ks, splits = split_k(problem, chip)
     kernel = {"none": "gemv", "affine": "qmv"}.get(problem.mode, "qmv_fp")
+    lean = kernel != "gemv" and any(family in chip.family for family in _LEAN)
+    rows, simdgroups = _tile(problem.M, ks, lean)
     bound = f"M = {problem.M}: weights read once"
+    if simdgroups > 2 * ks:
+        bound += f", x widened once for {simdgroups // ks} simdgroups"
     if ks > 1:
         bound += f", K over {ks} simdgroups to fill {chip.gpu_cores} cores"
     if splits > 1:
         bound += f", K over {splits} threadgroups and a reduce"
-    return Plan(kernel, rows, max(2, ks), ks, splits, True, bound)
+    return Plan(kernel, rows, simdgroups, ks, splits, True, bound, lean=lean)
+
+
+def _tile(M: int, ks: int, lean: bool) -> tuple[int, int]:
+    """(rows, simdgroups)."""
+    if lean:
+        rows, each = next(t[1:] for t in _LEAN_TILES if M <= t[0])
+        if (groups := min(8, each * ks)) > 2 * ks and M * ks <= MAX_SHARED:
+            return rows, groups
+    return next(r for m, r in _ROWS if M <= m), max(2, ks)
 
 
 # Members of a launch that several matrices share -> its kernel.

@@ -31,9 +31,10 @@ class SdpaPlan:
     and chip alone, never on q_len, batch or k_len (exact rows).
 
     chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
-    group between two updates of its softmax. simdgroups: of a threadgroup, how many
-    share the keys of the chunk. rows: query rows that a simdgroup holds. threadgroups:
-    that fill the chip, more chunks than that are taken in turns (0: one each).
+    group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
+    of a threadgroup, how many share the keys of the chunk. rows: query rows that a
+    simdgroup holds. threadgroups: that fill the chip, more chunks than that are taken
+    in turns (0: one each).
     """
 
     kernel: str
@@ -50,9 +51,8 @@ class SdpaPlan:
 # Chip family, query heads per kv head from, larger of the head dims up to -> kernel,
 # chunk, lanes, keys, simdgroups, most rows. First match wins, the last rows are any
 # other chip. A lane of the vector kernel holds about 16 floats of q and o per row (128
-# / 16 lanes, twice). H200, bf16, 32/8 heads of 128, 32k keys, GPU time with the reduce,
-# 2026-11-29: matrix 45.0 us (chunk 512: 42.0, but 14.8 against 10.7 at 1k keys; 128:
-# 50.6), vector 99.5; 16/2 heads of 256: 30.1 us. Unmeasured on Apple.
+# / 16 lanes, twice). H200, bf16, 32/8 heads of 128, 32k keys, 2026-11-29, us with the
+# reduce: vector 99.5, matrix: see below. Unmeasured on Apple.
 _TILES = (
     ("Hopper", 1, 256, "sdpa_matrix", 256, 4, 16, 4, 16),
     ("Hopper", 1, 64, "sdpa_split", 256, 8, 4, 4, 4),
@@ -62,6 +62,21 @@ _TILES = (
     ("", 1, 128, "sdpa_split", 256, 16, 2, 4, 2),
     ("", 1, 256, "sdpa_split", 128, 32, 2, 4, 2),
     ("", 1, 576, "sdpa_split", 64, 32, 2, 4, 2),
+)
+
+# Matrix units: larger of the head dims up to, more of the bits of K and V up to,
+# smaller of the groups from -> chunk, keys. 32 keys are two tiles, which registers hold
+# of codes: with heads of 192 and 256 or groups of 32, 8 rows of 8 bits spill (ptxas,
+# sm_90a; 16 rows of 128 spill 28 registers, but are a quarter fewer instructions than
+# twice 8). H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of both launches at
+# 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt): plain 9.6 / 15.0 /
+# 40.5 / 140.7 (chunk 512: 13.3 / 16.3 / 39.6 / 134.7; two tiles: 9.2 / 15.5 / 41.3 /
+# 142.0); 8 bits 9.2 / 12.8 / 28.9 / 91.6 (one tile: 10.1 / 13.1 / 30.6 / 95.0); 4 bits
+# 11.2 / 12.0 / 22.5 / 69.7 (one tile: 12.0 / 13.1 / 23.7 / 73.5).
+_MATRIX = (
+    (128, 4, 64, 512, 32),
+    (128, 8, 64, 256, 32),
+    (256, 16, 0, 256, 16),
 )
 
 
@@ -136,8 +151,18 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
     rows, threadgroups = row_block(G * p.q_len, most), 0
     if kernel.startswith("sdpa_matrix"):
         rows = min(most, -(-G * p.q_len // 8) * 8)
+        bits, group = max(p.k_bits, p.v_bits), min(p.k_group, p.v_group)
+        chunk, keys = next(
+            row[3:]
+            for row in _MATRIX
+            if dim <= row[0] and bits <= row[1] and group >= row[2]
+        )
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
-        threadgroups = (12 if rows <= 8 else 8) * chip.gpu_cores // simdgroups
+        coded = kernel.endswith("_codes")
+        full = coded and dim > 64 and (keys > 16 or group < 64)
+        full = full or rows > 8 or dim > 128
+        resident = 8 if full else 12 if coded or dim > 64 else 16
+        threadgroups = resident * chip.gpu_cores // simdgroups
     reason = f"{G} x {p.q_len} query rows read a chunk of {chunk} keys once"
     chosen = SdpaPlan(
         kernel, chunk, lanes, keys, simdgroups, rows, True, reason, threadgroups

@@ -14,24 +14,26 @@ _AFFINE = ("base.h", "dequant.h")
 _FLOATS = ("base.h", "dequant_fp.h")
 _PLAIN = ("base.h", "sdpa_plain.h")
 _MMA = ("mma.h", "columns.h", "operands.h")
-_FUSED = (*_AFFINE, "activate.h", "qmv.metal", "qmv_fused.metal")
+_SUMS = ("finish.h", "packs.h", "rows.h")
+_PRODUCT = ("activate.h", *_SUMS, "set_rows.h", "product.h")
+_FUSED = (*_AFFINE, *_PRODUCT, "qmv_fused.metal")
 _QKV = (*_FUSED, "qmv_qkv.metal")
 _CODES = ("base.h", "mma.h", "columns.h", "qmm_codes.h")
 _CODES_FUSED = (*_CODES, "activate.h", "qmm_codes.metal")
 _TILE = (*_MMA, "qmm_tile.h", "qmm.metal")
-_GATHER = (*_FUSED[2:], "gather.h", "gather.metal")
+_GATHER = (*_PRODUCT, "gather.h", "gather.metal")
 _EXPERTS = (*_MMA, "qmm_tile.h", "gather_qmm.metal")
 _EXPERTS_GLU = ("activate.h", *_EXPERTS[:-1], "gather.h", _EXPERTS[-1])
 _SPLIT = ("sdpa.h", "sdpa_place.h", "sdpa_split.metal")
 _MATRIX = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_codes.h", "sdpa_matrix.metal")
 _PREFILL = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_prefill.metal")
 KERNELS: dict[str, tuple[str, ...]] = {
-    "qmv": (*_AFFINE, "qmv.metal"),
-    "qmv_fp": (*_FLOATS, "qmv.metal"),
-    "qmv_pair": (*_AFFINE, "qmv.metal"),
-    "qmv_triple": (*_AFFINE, "qmv.metal"),
+    "qmv": (*_AFFINE, *_SUMS, "qmv.metal"),
+    "qmv_fp": (*_FLOATS, *_SUMS, "qmv.metal"),
+    "qmv_pair": (*_AFFINE, *_SUMS, "qmv.metal"),
+    "qmv_triple": (*_AFFINE, *_SUMS, "qmv.metal"),
     "qmv_reduce": ("qmv_reduce.metal",),
-    "gemv": ("base.h", "gemv.metal"),
+    "gemv": ("base.h", "finish.h", "gemv.metal"),
     "qmv_add": _FUSED,
     "qmv_glu": _FUSED,
     "qmv_qkv": _QKV,
@@ -67,6 +69,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "gather_qmm_glu": (*_AFFINE, *_EXPERTS_GLU),
     "gather_qmm_glu_fp": (*_FLOATS, *_EXPERTS_GLU),
 }
+
+#: Kernels with a second text: the sums of lean.h in the place of those of rows.h.
+LEAN = tuple(
+    k for k, files in KERNELS.items() if "rows.h" in files and "gather.h" not in files
+)
 
 _MARK = re.compile(r"^//! kernel (\w+) \(([\w, ]*)\) -> \(([\w, ]*)\)$", re.M)
 
@@ -105,16 +112,27 @@ def compact(text: str) -> str:
     )
 
 
+def lean_files(kernel: str) -> tuple[str, ...]:
+    """The files of ``kernel`` with the sums of lean.h; ValueError if it has none."""
+    if kernel not in LEAN:
+        raise ValueError(f"{kernel} has no text with the sums of lean.h")
+    files = KERNELS[kernel]
+    first = files.index("finish.h")
+    rest = (f for f in files[first:] if f not in (*_SUMS, "set_rows.h", "product.h"))
+    return (*files[:first], "packs.h", "set_rows.h", "lean.h", *rest)
+
+
 @cache
-def load(kernel: str, narrow: bool = False) -> KernelText:
-    """The text of ``kernel``, a key of :data:`KERNELS`; narrow: no vector loads.
+def load(kernel: str, narrow: bool = False, lean: bool = False) -> KernelText:
+    """The text of ``kernel``, a key of :data:`KERNELS`; narrow: no vector loads; lean:
+    with the sums of ``lean.h``.
 
     In a ``.metal`` file everything above the first ``//! kernel`` line is helper code;
     each such line starts the body of the kernel it names, with its inputs and outputs.
     """
     header = ["#define ALIGNED(p, n) false\n"] if narrow else []
     found = None
-    for file in KERNELS[kernel]:
+    for file in lean_files(kernel) if lean else KERNELS[kernel]:
         parts = _MARK.split((metal_dir() / file).read_text())
         header.append(parts[0])
         for name, inputs, outputs, body in zip(*[iter(parts[1:])] * 4, strict=True):
@@ -124,4 +142,5 @@ def load(kernel: str, narrow: bool = False) -> KernelText:
         raise KeyError(f"no '//! kernel {kernel}' line in {KERNELS[kernel]}")
     body, inputs, outputs = found
     names = [tuple(n.strip() for n in text.split(",")) for text in (inputs, outputs)]
-    return KernelText(f"mlxp_{kernel}", compact("".join(header)), compact(body), *names)
+    name = f"mlxp_{kernel}{'_lean' * lean}"
+    return KernelText(name, compact("".join(header)), compact(body), *names)

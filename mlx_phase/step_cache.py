@@ -9,6 +9,7 @@ side, on the caches themselves).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import mlx.core as mx
 
@@ -71,6 +72,9 @@ class Position:
 class StepCache:
     """One layer's cache inside the trace; stands in for ``KVCache``."""
 
+    # Keys and values of one array were written from two, which is a launch more.
+    came_apart = False
+
     def __init__(self, buffers: Sequence[mx.array], position: Position):
         half = len(buffers) // 2
         self.keys, self.values = (
@@ -117,6 +121,36 @@ class StepCache:
         if window_size is not None or (return_array and N > 1):
             return self.position.seen(self.length, window_size)
         return None if N == 1 else "causal"
+
+
+class JointStep(StepCache):
+    """The same with keys and values in one array [2 B, Hkv, length, D]."""
+
+    def __init__(self, buffers: Sequence[mx.array], position: Position):
+        (self.kv,) = buffers
+        super().__init__(mx.split(self.kv, 2), position)
+        self._halves = self.keys, self.values
+
+    def buffers(self) -> list[mx.array]:
+        """The array it was made of, with the step's keys in it."""
+        now = self.keys, self.values
+        if not all(map(is_, now, self._halves)):
+            # A model has set them, as where they must wait for what it sends.
+            self.came_apart, self._halves = True, now
+            self.kv = mx.concatenate(now)
+        return [self.kv]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        """As `StepCache`."""
+        self.came_apart = True
+        return self.write(mx.concatenate([keys, values]))
+
+    def write(self, new: mx.array) -> tuple:
+        """Write keys and values [2 B, Hkv, L, D]; gives the whole buffers."""
+        self.kv = self._put(self.kv, new)
+        self._halves = self.keys, self.values = mx.split(self.kv, 2)
+        self.unread = True
+        return self.keys, self.values
 
 
 class QuantizedStep(StepCache):

@@ -21,7 +21,14 @@ from .cache_kinds import KINDS
 from .rotary import FAR, same_rope
 from .routes import counted
 from .step_cache import Position, StepCache
-from .traced import ERRORS, find_decoder, release_steps, trace_steps, traced
+from .traced import (
+    ERRORS,
+    find_decoder,
+    find_outer,
+    release_steps,
+    trace_steps,
+    traced,
+)
 
 # Largest relative difference of a fused block's own part from stock's (2-norm). Stock
 # rounds to the dtype between its layers, a fused launch does not.
@@ -80,8 +87,12 @@ def install(model: nn.Module, check: bool) -> Steps:
             result.unfused[verdict] += 1
     caches = _caches(model, len(decoder.layers))
     result.reason = _unknown(caches)
-    expected = None
+    outer = find_outer(model, decoder)
+    if result.reason or not _gives_rows(outer, deepcopy(caches)):
+        outer = None
+    expected = expected_outer = None
     if check and result.reason is None:
+        expected_outer = outer and _stock_steps(outer, deepcopy(caches))
         expected = _stock_steps(decoder, caches)
     try:
         for block, verdict in found:
@@ -96,9 +107,13 @@ def install(model: nn.Module, check: bool) -> Steps:
                 result.blocks.clear()
         if result.reason is None:
             trace_steps(decoder)
+            # Code that calls it without its head keeps a trace of its own.
+            if outer and True not in _compare(outer, expected_outer or [])[0]:
+                result.decoder = type(outer).__name__
+                trace_steps(outer)
     except BaseException:
         # Also on KeyboardInterrupt: never leave a model half patched.
-        remove([decoder, *decoder.layers])
+        remove([m for m in (outer, decoder, *decoder.layers) if m is not None])
         raise
     return result
 
@@ -205,7 +220,7 @@ def _unknown(caches: list) -> str | None:
     if not kinds:
         return None
     names = ", ".join(sorted(k.__name__ for k in kinds))
-    known = ", ".join(k.__name__ for k in KINDS)
+    known = ", ".join(dict.fromkeys(k.__name__ for k in KINDS))
     return f"the model keeps {names}, traces take {known}"
 
 
@@ -213,6 +228,18 @@ def _last(decoder: nn.Module, caches: list, start: int, stop: int) -> mx.array:
     with counted():
         tokens = mx.array(TOKENS)[:, start:stop]
         return decoder(tokens, caches)[:, -1].astype(mx.float32)
+
+
+def _gives_rows(outer: nn.Module | None, caches: list) -> bool:
+    """Whether it gives something for each token, as its decoder does."""
+    if outer is None:
+        return False
+    try:
+        with counted():
+            y = outer(mx.array(TOKENS)[:, :2], caches)
+    except ERRORS:
+        return False
+    return isinstance(y, mx.array) and y.ndim == 3 and y.shape[:2] == (1, 2)
 
 
 def _stock_steps(decoder: nn.Module, caches: list) -> list[tuple]:

@@ -11,6 +11,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from operator import is_
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +19,10 @@ import mlx.nn as nn
 from . import routes
 from .attention_step import attention_of_step
 from .cache_groups import Form, Group, fit_empty, grouped
+from .cache_joint import USING, join_plain
 from .class_swap import copied, mixed, swap_back
 from .executor import executor_name
+from .module_watch import changes, watch
 from .ops import Route, counted
 from .plan import MAX_M
 from .step_cache import Untraceable
@@ -60,7 +63,7 @@ class Trace:
 
 
 class Steps:
-    """The traces of one model and what they were made from."""
+    """The traces of one module with ``layers`` and what they were made from."""
 
     def __init__(self, decoder: nn.Module):
         self._decoder = weakref.ref(decoder)
@@ -68,7 +71,17 @@ class Steps:
         self.reasons: dict[bool, str] = {}
         # Arrays that the last step left in caches of batches, for each group.
         self._left: list[list[tuple] | None] = []
+        # Layers that give keys and values in two arrays, by their own word or as seen.
+        self._apart = {
+            i
+            for i, layer in enumerate(decoder.layers)
+            if not getattr(layer, "one_write", False)
+        }
+        # A head's trace holds its decoder, which may be in training by itself.
+        inside = [m for _, m in decoder.named_modules() if m is not decoder]
+        self._inside = [weakref.ref(m) for m in inside if traced(m)]
         self._forget()
+        watch(self)
 
     def _forget(self) -> None:
         self._traces: dict[tuple, Trace] = {}
@@ -78,6 +91,7 @@ class Steps:
         """The groups of a decode step's caches; None if it cannot be traced."""
         if not self._fits(tokens, caches):
             return None
+        join_plain(caches, self._apart)
         found = grouped(caches, tokens.shape[1])
         left, self._left = self._left, []
         if found is not None:
@@ -101,6 +115,7 @@ class Steps:
             0 < tokens.size <= MAX_M
             and (tokens.shape[1] == 1) not in self.reasons
             and not decoder._train
+            and not any(getattr(m(), "_train", False) for m in self._inside)
             and len(caches) == len(decoder.layers)
         )
 
@@ -141,7 +156,7 @@ class Steps:
     def _new(self, key: tuple, layout: tuple, forms: list[Form]) -> Trace:
         while len(self._traces) >= MAX_TRACES:
             del self._traces[next(iter(self._traces))]
-        decoder, stock = self._decoder, self._decoder()._untraced
+        decoder, stock, apart = self._decoder, self._decoder()._untraced, self._apart
         trace = self._traces[key] = Trace()
 
         def step(tokens: mx.array, *groups: list[mx.array]):
@@ -151,7 +166,9 @@ class Steps:
             with attention_of_step(caches):
                 h = stock.__call__(decoder(), tokens, caches)
             L = tokens.shape[1]
-            return [h, *(f.results(v, L) for f, v in zip(forms, views, strict=True))]
+            outs = [f.results(v, L) for f, v in zip(forms, views, strict=True)]
+            apart.update(i for i, c in enumerate(caches) if c.came_apart)
+            return [h, *outs]
 
         def traced_step(*args):
             # Runs once a stream. Calls are counted by each replay, so not here.
@@ -168,7 +185,7 @@ class Steps:
     def _remember(self) -> None:
         """Note what the traces hold as constants: weights and modules, by identity."""
         homes, keys, values = [], [], []
-        decoder = self._decoder()
+        decoder, self._looked = self._decoder(), changes()
         for _, module in decoder.named_modules():
             lists = [v for v in module.values() if isinstance(v, list)]
             # Weak: a model that is dropped frees its memory at once.
@@ -179,12 +196,22 @@ class Steps:
                 values += home if isinstance(home, list) else home.values()
         whole = list({id(h): h for h in homes}.values())
         self._made_from = homes, keys, values, whole, list(map(len, whole))
+        # Items of these change unseen.
+        self._lists = [(h, [*h]) for h in whole if isinstance(h, list)]
 
     def _unchanged(self) -> bool:
+        count = changes()
+        if count != self._looked:
+            if not self._all_unchanged():
+                return False
+            self._looked = count
+        return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in self._lists)
+
+    def _all_unchanged(self) -> bool:
         homes, keys, values, whole, sizes = self._made_from
         try:
             now = map(operator.getitem, homes, keys)
-            return all(map(operator.is_, now, values)) and (
+            return all(map(is_, now, values)) and (
                 all(map(operator.eq, map(len, whole), sizes))
             )
         except (KeyError, IndexError):
@@ -192,7 +219,8 @@ class Steps:
 
 
 class _Traced:
-    """Mixed into the class of the module that owns a model's layers."""
+    """Mixed into the class of the module that owns a model's layers, or of the one
+    around it that has the head."""
 
     _steps: Steps
     _untraced: type
@@ -206,10 +234,11 @@ class _Traced:
     def __call__(self, inputs, cache=None, *args, **options):
         steps = self._steps
         plain = not options and all(a is None for a in args)
-        if plain and (found := steps.takes(inputs, cache)):
-            if (h := steps.run(inputs, *found)) is not None:
-                return h
-        elif plain and steps.starts(inputs, cache):
+        with USING:
+            if plain and (found := steps.takes(inputs, cache)):
+                if (h := steps.run(inputs, *found)) is not None:
+                    return h
+        if plain and steps.starts(inputs, cache):
             # Rows after the first run as they would one by one: the same bits.
             first = self._untraced.__call__(self, inputs[:, :1], cache)
             return mx.concatenate([first, self(inputs[:, 1:], cache)], axis=1)
@@ -226,11 +255,27 @@ _OWN = ("_steps", "_untraced", "_train")
 def find_decoder(model: nn.Module) -> nn.Module | None:
     """The module that owns the decoder layers and is called as (inputs, cache)."""
     for _, module in model.named_modules():
-        code = getattr(type(module).__call__, "__code__", None)
-        names = code.co_varnames[1:3] if code else ()
         layers = module.get("layers")
-        if isinstance(layers, list) and layers and names == ("inputs", "cache"):
+        if isinstance(layers, list) and layers and _takes_steps(module):
             return module
+    return None
+
+
+def _takes_steps(module: nn.Module) -> bool:
+    code = getattr(type(module).__call__, "__code__", None)
+    return code is not None and code.co_varnames[1:3] == ("inputs", "cache")
+
+
+def find_outer(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
+    """The outermost module around ``decoder`` that is called alike: its head, too, can
+    be in the trace; None if there is none."""
+    own = [*map(id, decoder.layers)]
+    for _, module in model.named_modules():
+        # As a property it may make a new list each time.
+        layers = getattr(module, "layers", None)
+        if module is not decoder and isinstance(layers, list):
+            if [*map(id, layers)] == own and _takes_steps(module):
+                return module
     return None
 
 

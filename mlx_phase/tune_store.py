@@ -39,7 +39,8 @@ class PlanFileError(ValueError):
 @cache
 def kernels_hash() -> str:
     """Short hash of the text of every kernel, as MLX compiles it."""
-    text = repr([source.load(name) for name in sorted(source.KERNELS)])
+    texts = [source.load(name) for name in sorted(source.KERNELS)]
+    text = repr(texts + [source.load(name, lean=True) for name in source.LEAN])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -54,9 +54,9 @@ def row_name(row: tuple) -> str:
     return f"{kernel}-{m.bits}-{m.group_size}-{m.x_dtype}-M{m.M}-{chip}"
 
 
-def launched(kernel: str, dtype: str, values: list, narrow: bool) -> tuple:
+def launched(kernel, dtype: str, values: list, narrow: bool, lean=False) -> tuple:
     """(name, inputs, outputs, body, header, template) of a launch of a block."""
-    text, metal = source.load(kernel, narrow), METAL_TYPES[dtype]
+    text, metal = source.load(kernel, narrow, lean), METAL_TYPES[dtype]
     types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
     inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]
     outputs = [Arg(n, metal, 2, 4096) for n in text.output_names]
@@ -65,7 +65,7 @@ def launched(kernel: str, dtype: str, values: list, narrow: bool) -> tuple:
 
 def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    first = members[0]
+    first, lean = members[0], False
     if kernel == "qk_norm":
         values = fused.qk_norm_template(first.x_dtype, *choices)
     elif kernel == "add_norm":
@@ -73,9 +73,10 @@ def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
     else:
         planned = "qmv_qkv" if kernel == "qmv_qkv_bias" else kernel
         p = plan_fused(planned, members, lookup(chip))
+        lean = p.lean
         values = {
             "qmv_add": lambda: template(first, p)[:-1],
             "qmv_glu": lambda: fused.glu_template(p, first, *choices),
             "qmv_qkv": lambda: fused.qkv_template(p, members, *choices),
         }[planned]()
-    return launched(kernel, first.x_dtype, values, narrow)
+    return launched(kernel, first.x_dtype, values, narrow, lean)

@@ -54,7 +54,8 @@ def row_name(row: tuple[tuple[Matmul, ...], Plan]) -> str:
     (p, *_), chosen = row
     form = f"{p.mode}-{p.bits}-{p.group_size}"
     tile = f"M{p.M}-R{chosen.rows}-KS{chosen.k_simdgroups}-S{chosen.splits}"
-    return f"{chosen.kernel}-{form}-{p.x_dtype}-{tile}"
+    lean = "-lean" * chosen.lean
+    return f"{chosen.kernel}{lean}-{form}-{p.x_dtype}-{tile}"
 
 
 def arguments(problems: tuple[Matmul, ...], p: Plan, narrow: bool = False) -> tuple:
@@ -62,7 +63,7 @@ def arguments(problems: tuple[Matmul, ...], p: Plan, narrow: bool = False) -> tu
 
     narrow: the text without vector loads.
     """
-    first, text = problems[0], source.load(p.kernel, narrow)
+    first, text = problems[0], source.load(p.kernel, narrow, p.lean)
     metal = METAL_TYPES[first.x_dtype]
     scales = metal if first.mode == "affine" else "uint8_t"
     # w0, s0, b0 belong to the first of several matrices.

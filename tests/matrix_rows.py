@@ -36,7 +36,7 @@ _MATMUL = (
 def _attention(problem: Sdpa, rows: int, direct: bool, narrow: bool) -> tuple:
     coded = "_codes" if min(problem.k_bits, problem.v_bits) < 16 else ""
     name = f"sdpa_matrix{coded}"
-    plan = SdpaPlan(name, 256, 4, 16, 4, rows, True, "test")
+    plan = SdpaPlan(name, 256, 4, 32 if coded else 16, 4, rows, True, "test")
     return sdpa_rows.arguments(problem, plan, direct, narrow)
 
 

@@ -13,6 +13,7 @@ from mlx_phase.plan_attention import SdpaPlan
 from mlx_phase.problem import Sdpa
 
 CODES = "sdpa_split_codes"
+NAN = float("nan")
 
 
 @dataclass
@@ -89,6 +90,35 @@ def small_plan(problem: Sdpa, **changes) -> SdpaPlan:
     kernel = "sdpa_split" if min(problem.k_bits, problem.v_bits) >= 16 else CODES
     tile = dict(chunk=46, lanes=8, keys=1, simdgroups=8, rows=2)
     return SdpaPlan(kernel, **(tile | changes), exact=True, reason="test")
+
+
+def matrix_plan(
+    case: Case, rows: int = 8, chunk: int = 64, simdgroups: int = 2, keys: int = 16
+) -> SdpaPlan:
+    """A plan of the matrix variant, whatever the table says."""
+    coded = min(case.problem.k_bits, case.problem.v_bits) < 16
+    kernel = "sdpa_matrix_codes" if coded else "sdpa_matrix"
+    return SdpaPlan(kernel, chunk, 4, keys, simdgroups, rows, True, "test")
+
+
+def form(k_bits: int, v_bits: int, group: int) -> dict:
+    """Fields of a problem: what K and V are."""
+    return dict(k_bits=k_bits, v_bits=v_bits, k_group=group, v_group=group)
+
+
+def longer(a: mx.array, value: float | int) -> mx.array:
+    """The same keys as a view of a cache that is filled up with ``value``."""
+    filled = mx.pad(a, [(0, 0), (0, 0), (0, 26), (0, 0)], constant_values=value)
+    mx.eval(filled)
+    return filled[:, :, : a.shape[2]]
+
+
+def poisoned(cache):
+    """A view in front of NaN; for codes, the scales and biases are NaN there."""
+    if isinstance(cache, mx.array):
+        return longer(cache, NAN)
+    codes, scales, biases = cache
+    return longer(codes, 7), longer(scales, NAN), longer(biases, NAN)
 
 
 def normal(shape: tuple[int, ...], dtype: str, seed: int) -> mx.array:

@@ -46,13 +46,14 @@ def test_predictions_of_mlx_kernels_are_near_what_was_reported():
         assert len(per_row) == 4 and per_row[0] is fast[0]
 
 
-def test_our_kernel_reads_no_more_than_it_must():
+@pytest.mark.parametrize("M, cycles", [(1, 3), (4, 7), (8, 11.5)])
+def test_our_kernel_reads_no_more_than_it_must(M, cycles):
     with counters_kernels.on_cpu():
-        mine = counters_kernels.ours(1, counters_kernels.planned_rows(1, M3))
+        mine = counters_kernels.ours(M, counters_kernels.planned(M, M3))
     assert 1 <= mine.over_fetch <= 1.02
     assert mine.cost.memory_bytes == pytest.approx(0.5625 * mine.over_fetch)
-    # what counters.md says, with room for small changes of the kernel
-    assert 2 < mine.cost.cycles < 4.5
+    # Per weight, as counters.md says: M multiply-adds and little more.
+    assert M < mine.cost.cycles <= cycles
 
 
 def test_prefill_multiplies_more_of_its_time_than_mlx(monkeypatch):

@@ -65,5 +65,5 @@ def test_fused():
         qkv = fused.prepare_qkv(members, rotary, case.EPS, bias, p)
         arrays = [a for q in qs[1:] for a in q.args]
         biases = [case.vector(m.N, dtype, m.N) for m in members] if bias else []
-        q, k, v = qkv(x.reshape(1, M, K), weight, *arrays, *biases, cs)
-        assert q.shape == (1, 2, M, 32) and k.shape == v.shape == (1, 1, M, 32)
+        q, kv = qkv(x.reshape(1, M, K), weight, *arrays, *biases, cs)
+        assert q.shape == (1, 2, M, 32) and kv.shape == (2, 1, M, 32)

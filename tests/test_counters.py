@@ -51,6 +51,28 @@ def test_lanes_far_apart_take_a_line_each():
     assert (out.role, out.written, out.read) == ("output", 256, 0)
 
 
+def test_checked_indices_cost_nothing():
+    body = L + "float4 v = ((const device float4*)a)[l & 15]; out[g] = v[l & 3];"
+    p = profile(body)
+    assert p.instructions["bitwise"] == 4 and not p.instructions["branch"]
+
+
+@pytest.mark.parametrize(
+    "by, kind, count",
+    [("3", "imul", 4), ("8", "shift", 4), ("a_shape[0]", "idivide", 2)],
+)
+def test_a_division_by_a_constant_is_none(by, kind, count):
+    found = profile(L + f"out[g] = float((int(l) - 20) / {by});").instructions
+    counts = {k: found.get(k, 0) for k in ("imul", "shift", "idivide")}
+    assert counts == {"imul": 0, "shift": 0, "idivide": 0} | {kind: count}
+
+
+def test_neighbours_are_joined_from_either_side():
+    p = profile(L + "out[g] = a[4 * (l & 7) + 1] * 2.0f - a[4 * (l & 7)];")
+    back = profile(L + "float v = a[4 * (l & 7)]; out[g] = a[4 * (l & 7) + 1] - v;")
+    assert p.loads == back.loads == 2
+
+
 def test_a_vector_is_one_load_and_neighbours_are_joined():
     vector = (
         L + "float4 v = ((const device float4*)a)[l]; out[l] = v.x + v.y + v.z + v.w;"

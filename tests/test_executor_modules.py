@@ -38,8 +38,25 @@ def test_what_is_kept_is_made_once(tmp_path):
         made.append(None)
         return b"machine code"
 
-    assert [cuda_store.kept("k.cubin", make) for _ in range(2)] == [b"machine code"] * 2
-    assert len(made) == 1 and [p.name for p in tmp_path.rglob("*.*")] == ["k.cubin"]
+    def twice() -> list[bytes]:
+        return [cuda_store.kept_sealed("k.cubin", make) for _ in range(2)]
+
+    assert twice() == [b"machine code"] * 2
+    (path,) = tmp_path.rglob("*.*")
+    assert len(made) == 1 and path.name == "k.cubin"
+    # What a crash or a bad disk left is made again.
+    sealed = path.read_bytes()
+    for i, broken in enumerate((b"", sealed[:-1], b"M" + sealed[1:], sealed[:9])):
+        path.write_bytes(broken)
+        assert twice() == [b"machine code"] * 2 and len(made) == 2 + i
+
+
+def test_text_that_was_broken_is_stored_again():
+    path = cuda_store.stored("k", "int a;\n").split('"')[1]
+    with open(path, "w") as file:
+        file.write("int")
+    cuda_store.stored("k", "int a;\n")
+    assert open(path).read() == "int a;\n"
 
 
 def test_nvrtc_reads_stored_text():
@@ -196,6 +213,32 @@ def test_mlx_compiles_what_it_cannot_launch(recorder, modules, monkeypatch, erro
     assert len(recorder.calls) == 2 and len(recorder.built) == 1
 
 
+def test_types_that_metal_lacks_are_left_to_mlx(recorder, modules):
+    kernel = cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];")
+    launch(kernel, [mx.zeros(8, mx.float64, stream=mx.cpu)])
+    assert not modules and len(recorder.calls) == 1
+
+
+def test_modules_are_tried_on_the_gpu_wherever_else_arrays_are(modules):
+    kernel = cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];")
+    launch(kernel, [mx.zeros(8)], stream=mx.default_stream(mx.cpu))
+    assert [call["stream"] for call in modules[:2]] == [mx.gpu] * 2
+
+
+@pytest.mark.parametrize("kind", ["bool_", "int64", "bfloat16", "complex64"])
+def test_modules_take_and_give_every_type(kind, modules):
+    kernel = cuda.metal_kernel("k", ["x", "s"], ["y"], "y[0] = x[s > 0 ? 1 : 0];")
+    dtype = getattr(mx, kind)
+    kernel(
+        inputs=[mx.zeros(8, dtype), True],
+        output_shapes=[(64,)],
+        output_dtypes=[dtype],
+        grid=(64, 1, 1),
+        threadgroup=(32, 1, 1),
+    )
+    assert modules
+
+
 def test_numbers_are_inputs_of_modules(modules):
     kernel = cuda.metal_kernel("k", ["x", "s"], ["y"], "y[0] = x[0] * s;")
     launch(kernel, [mx.zeros(8), 2.0])
@@ -224,6 +267,22 @@ def test_without_nvrtc_mlx_compiles(monkeypatch):
     monkeypatch.setattr(cuda_binary, "_compiler", compiler)
     launch(cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];"), [mx.zeros(8)])
     assert len(recorder.calls) == 1
+
+
+def test_mlx_compiles_for_a_gpu_that_nvrtc_does_not_know(
+    recorder, modules, monkeypatch
+):
+    monkeypatch.setattr(cuda_binary, "_compiler", lambda: ("sm_999a", (13, 0)))
+    launch(cuda.metal_kernel("k", ["x"], ["y"], "y[0] = x[0];"), [mx.zeros(8)])
+    assert not modules and len(recorder.calls) == 1
+
+
+def test_an_nvrtc_that_does_not_load_is_as_none(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnvrtc.so.13").write_bytes(b"of another machine")
+    monkeypatch.setattr(nvrtc, "_roots", lambda: [tmp_path])
+    with pytest.raises(nvrtc.NvrtcMissing):
+        nvrtc.library.__wrapped__()
 
 
 def test_bad_arguments_are_named(recorder):

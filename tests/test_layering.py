@@ -24,9 +24,9 @@ FLOW = (
     {"predict_table"},
     {"predict"},
     {"executor"},
-    {"launch", "routes", "pytest_plugin", "class_swap"},
+    {"launch", "routes", "pytest_plugin", "class_swap", "module_watch"},
     {"ops", "attention_ops", "gather_ops", "tune_plans", "rotary"},
-    {"siblings", "step_cache"},
+    {"siblings", "step_cache", "cache_joint"},
     {"parents", "cache_kinds", "attention_step"},
     {"layers", "cache_groups"},
     {"block_match", "traced", "switch_layers"},
@@ -64,7 +64,7 @@ WITHOUT_MLX |= {"plan_gather"}
 WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "bench", "models", "presets", "speculate"}
-WITH_MLX_LM |= {"cache_kinds", "step_patch", "patch_experts"}
+WITH_MLX_LM |= {"cache_joint", "cache_kinds", "step_patch", "patch_experts"}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}
 # Files that may touch MLX's own custom-kernel calls: everyone else asks the executor.
 KERNEL_CALLS = {"metal_kernel": "executor", "cuda_kernel": "executor"}

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_phase import source
 from mlx_phase.chip import CHIPS, lookup
-from mlx_phase.plan import MAX_M, Plan, plan, plan_shared, split_k
+from mlx_phase.plan import MAX_M, MAX_SHARED, Plan, plan, plan_shared, split_k
 from mlx_phase.plan_matrix import plan_matrix, supports_matrix
 from mlx_phase.problem import FP_MODES, Matmul
 
@@ -22,21 +22,26 @@ def check_limits(p: Plan, M: int) -> None:
     # 1024 in general, and 256 for kernels with many registers.
     assert 32 <= 32 * p.simdgroups <= 256, p
     assert p.simdgroups % p.k_simdgroups == 0, p
-    # About 24 accumulators a lane, or they spill.
-    assert p.rows * M <= 24, p
+    # About 24 accumulators a lane, or they spill; up to 32 where x is shared.
+    shared = p.lean and p.simdgroups > 2 * p.k_simdgroups
+    assert p.rows * M <= (32 if shared else 24), p
     # The sums of squares of a fused norm beside the accumulators.
     floats = p.simdgroups * (p.rows * M + M) if p.k_simdgroups > 1 else 1
-    assert 4 * floats <= 32 * 1024, p
+    if shared:  # one or two slices of x, and its sums: shared_size of lean.h
+        units = p.k_simdgroups * M
+        assert units <= MAX_SHARED, p
+        floats = 4 * units * (64 * (1 if units > 8 else 2) + 8)
+    assert 4 * floats <= 18 * 1024, p
 
 
 MEMORY = {
     "qmv_reduce": [],
     "qk_norm": ["float row[D]"],
     "add_norm": ["float sums[TG/32]"],
-    "qmv_add": ["float part[KS>1?SG*A:1]"],  # A: R * M, with a norm R * M + M
-    "qmv_glu": ["float part[KS>1?SG*A:1]"],
-    "qmv_qkv": ["float part[KS>1?SG*(NORM?R*M+M:R*M):1]"],
-    "qmv_qkv_bias": ["float part[KS>1?SG*(NORM?R*M+M:R*M):1]"],
+    "gemv": ["float part[KS>1?SG*R*M:1]"],
+    "qmv_glu": ["Shared part[shared_size<M,R,SG,KS,NORM>()]"],
+    "qmv_qkv": ["Shared part[shared_size<M,R,SG,KS,NORM>()]"],
+    "qmv_qkv_bias": ["Shared part[shared_size<M,R,SG,KS,NORM>()]"],
     "qmm_small": ["float part[KS*R*((M+7)/8)*128]"],
     "qmm_small_fp": ["float part[KS*R*((M+7)/8)*128]"],
 }
@@ -66,7 +71,8 @@ MEMORY |= {k: TILE for k in TILED}
 def test_threadgroup_memory_is_what_the_limits_count(kernel):
     text = source.load(kernel)
     declared = re.findall(r"\bthreadgroup (\w+ \w+\[.*?);", text.header + text.body)
-    assert declared == MEMORY.get(kernel, ["float part[KS>1?SG*R*M:1]"])
+    sums = ["Shared part[shared_size<M,R,SG,KS,false>()]"]
+    assert declared == MEMORY.get(kernel, sums)
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda c: f"{c.key}-{c.bandwidth_gbs}")

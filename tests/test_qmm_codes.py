@@ -176,8 +176,9 @@ def test_qkv(dims, traditional, bias, eps):
         rotary = fused.Rotary(D, dims, traditional)
         launch = fused.prepare_qkv(members, rotary, eps, bias, p)
         angles = mx.array(turn.astype(np.float32))
-        outs.append(launch(rows, weight, *arrays, *biases, angles))
-        assert outs[-1][0].shape == (len(rows), 2, L, D)
+        q, kv = launch(rows, weight, *arrays, *biases, angles)
+        outs.append([q, *mx.split(kv, 2)])
+        assert q.shape == (len(rows), 2, L, D)
     n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
     for i, (q, y) in enumerate(zip(qs, outs[0], strict=True)):
         want = n @ case.matrix(q).T + (case.wide(biases[i]) if bias else 0)

@@ -29,14 +29,22 @@ TILES = ((2, 1, 1), (2, 2, 1), (4, 4, 1), (8, 8, 1), (4, 2, 2), (2, 1, 3), (2, 1
 #: M -> rows of a simdgroup, both ends of each row of the plan's table.
 ROWS = ((1, 4), (4, 4), (5, 2), (8, 2), (9, 1), (16, 1))
 PLAIN = ("none", 16, 64)
+#: The same of the sums of lean.h: x shared in one slice and in two, and not.
+LEAN = (
+    *((8, 1, 1, 8, 4), (2, 1, 1, 1, 4), (8, 2, 2, 3, 4), (8, 1, 3, 9, 2)),
+    *((4, 1, 7, 4, 4), (8, 2, 1, 8, 4), (8, 8, 1, 5, 2)),
+)
+FORMS = [*cases.FORMATS[::2], PLAIN, PLAIN, PLAIN]
 QMV = [
-    (form, dtype, tile, rows)
+    (form, dtype, tile, rows, False)
     for form, dtype, tile, rows in zip(
-        [*cases.FORMATS, PLAIN, PLAIN, PLAIN],
-        cycle(cases.DTYPES),
-        cycle(TILES),
-        cycle(ROWS),
-        strict=False,
+        FORMS, cycle(cases.DTYPES), cycle(TILES), cycle(ROWS), strict=False
+    )
+]
+QMV += [
+    (form, dtype, tile[:3], tile[3:], True)
+    for form, dtype, tile in zip(
+        cases.FORMATS[1::2], cycle(cases.DTYPES), cycle(LEAN), strict=False
     )
 ]
 
@@ -48,7 +56,8 @@ def checked(monkeypatch):
 
 
 def name_of(row) -> str:
-    return "-".join(map(str, (*row[0], row[1], *row[2], "M", row[3][0])))
+    words = (*row[0], row[1], *row[2], "M", row[3][0])
+    return "-".join(map(str, words)) + "-lean" * row[4]
 
 
 #: What the tests below launch; a new kernel needs a case here.
@@ -71,11 +80,11 @@ def test_every_kernel_has_a_case():
 @pytest.mark.parametrize("row", QMV, ids=name_of)
 def test_qmv(row):
     """N = 21 ends inside a tile; K ends inside a block and leaves splits empty."""
-    (mode, bits, group), dtype, (simdgroups, ks, splits), (M, rows) = row
+    (mode, bits, group), dtype, (simdgroups, ks, splits), (M, rows), lean = row
     N, K = 21, 11 * group
     q = None if mode == "none" else cases.random_weights(N, K, mode, bits, group, dtype)
     kernel = {"none": "gemv", "affine": "qmv"}.get(mode, "qmv_fp")
-    p = Plan(kernel, rows, simdgroups, ks, splits, True, "test")
+    p = Plan(kernel, rows, simdgroups, ks, splits, True, "test", lean=lean)
     weights = [cases.activations(N, K, dtype, 7)]
     if q is not None:
         weights = [a for a in q.args if a is not None]
@@ -161,10 +170,10 @@ def test_fused_qkv(bias):
     run = fused.prepare_qkv(members, rotary, fused_case.EPS, bias)
     x = cases.activations(L, K, dtype).reshape(1, L, K)
     arrays = [a for q in qs for a in q.args]
-    q, k, _ = run(x, fused_case.vector(K, dtype, 5), *arrays, *biases, angles)
+    q, kv = run(x, fused_case.vector(K, dtype, 5), *arrays, *biases, angles)
     norms = [fused_case.vector(D, dtype, s) for s in (1, 2)]
-    normed = fused.prepare_qk_norm(dtype, rotary, fused_case.EPS)(q, k, *norms, angles)
-    assert [a.shape for a in normed] == [(1, 2, L, D), (1, 1, L, D)]
+    normed = fused.prepare_qk_norm(dtype, rotary, fused_case.EPS)(q, kv, *norms, angles)
+    assert [a.shape for a in normed] == [(1, 2, L, D), (2, 1, L, D)]
 
 
 MASK = mx.random.uniform(shape=(1, 4, 3, 70), key=mx.random.key(0)) < 0.7
@@ -195,8 +204,9 @@ def test_sdpa(name, monkeypatch):
     tolerance.assert_close(call.run(plan, caches), *call.oracle(), call.problem.dtype)
     if name == "uneven_head":
         return  # matrices take whole tiles of a head
-    kernel = f"sdpa_matrix{'_codes' * (name == 'codes_and_lens')}"
-    plan = SdpaPlan(kernel, 64, 4, 16, 2, 8, True, "test")
+    coded = name == "codes_and_lens"
+    kernel = "sdpa_matrix_codes" if coded else "sdpa_matrix"
+    plan = SdpaPlan(kernel, 64, 4, 32 if coded else 16, 2, 8, True, "test")
     tolerance.assert_close(call.run(plan, caches), *call.oracle(), call.problem.dtype)
 
 

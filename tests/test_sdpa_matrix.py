@@ -7,36 +7,8 @@ import numpy as np
 import pytest
 import sdpa_case
 import tolerance
-
-from mlx_phase.plan_attention import SdpaPlan
-
-NAN = float("nan")
-
-
-def plan(case: sdpa_case.Case, rows: int = 8, chunk: int = 64, simdgroups: int = 2):
-    """A plan of the matrix variant, whatever the table says."""
-    coded = min(case.problem.k_bits, case.problem.v_bits) < 16
-    kernel = "sdpa_matrix_codes" if coded else "sdpa_matrix"
-    return SdpaPlan(kernel, chunk, 4, 16, simdgroups, rows, True, "test")
-
-
-def form(k_bits: int, v_bits: int, group: int) -> dict:
-    return dict(k_bits=k_bits, v_bits=v_bits, k_group=group, v_group=group)
-
-
-def longer(a: mx.array, value: float | int) -> mx.array:
-    """The same keys as a view of a cache that is filled up with ``value``."""
-    filled = mx.pad(a, [(0, 0), (0, 0), (0, 26), (0, 0)], constant_values=value)
-    mx.eval(filled)
-    return filled[:, :, : a.shape[2]]
-
-
-def poisoned(cache):
-    """A view in front of NaN; for codes, the scales and biases are NaN there."""
-    if isinstance(cache, mx.array):
-        return longer(cache, NAN)
-    codes, scales, biases = cache
-    return longer(codes, 7), longer(scales, NAN), longer(biases, NAN)
+from sdpa_case import NAN, form, poisoned
+from sdpa_case import matrix_plan as plan
 
 
 def scaled(cache, by: mx.array | float):
@@ -266,7 +238,8 @@ def test_rows_have_the_bits_of_single_rows_on_tensor_cores(dtype, bits):
         heads=(32, 8), dims=(128, 128), q_len=4, k_len=3001, batch=2, dtype=dtype,
         causal=True, **form(bits, bits, 64),
     )  # fmt: skip
-    chosen = plan(case, 16, 256, 4)
+    tile = dict(chunk=256, simdgroups=4, keys=16 if bits == 16 else 32)
+    chosen = plan(case, 16, **tile)
     caches = case.caches()
     out = case.check(chosen, caches)
     for i in range(4):
@@ -277,5 +250,5 @@ def test_rows_have_the_bits_of_single_rows_on_tensor_cores(dtype, bits):
         cut = [
             a[:, :, :n] if bits == 16 else tuple(x[:, :, :n] for x in a) for a in caches
         ]
-        alone = one.run(plan(case, 8, 256, 4), cut)
+        alone = one.run(plan(case, 8, **tile), cut)
         tolerance.assert_bits(out[:, :, i : i + 1], alone)

@@ -17,18 +17,23 @@ def test_readme_table_matches_source():
 
 def test_every_file_is_in_the_table():
     named = {file for files in source.KERNELS.values() for file in files}
+    named |= {file for kernel in source.LEAN for file in source.lean_files(kernel)}
     assert named == {p.name for p in source.metal_dir().glob("*.[hm]*")} - {"README.md"}
 
 
-@pytest.mark.parametrize("kernel", source.KERNELS)
-def test_text(kernel):
-    text = source.load(kernel)
+@pytest.mark.parametrize(
+    "kernel, lean",
+    [(k, False) for k in source.KERNELS] + [(k, True) for k in source.LEAN],
+)
+def test_text(kernel, lean):
+    text = source.load(kernel, lean=lean)
+    assert text.name == f"mlxp_{kernel}{'_lean' * lean}"
     whole = text.header + text.body
     assert whole.isascii()
     assert "//" not in whole and "/*" not in whole
     # MLX copies and hashes the text on each call; host cost grows with it.
     attention = kernel.startswith("sdpa")
-    fused = kernel.startswith(("qmv_", "qmm", "gather"))
+    fused = lean or kernel.startswith(("qmv_", "qmm", "gather"))
     tiled = "qmm_tile.h" in source.KERNELS[kernel]  # prefill: long launches
     limit = 27_500 if attention else 22_500 if tiled else 13_500 if fused else 7_000
     if "codes" in kernel and not attention:
@@ -41,6 +46,12 @@ def test_text(kernel):
 def test_compact_keeps_directives_and_words():
     text = "#define A(x) (x)  // c\n  const int  a = b ;\n/* x\n y */\nreturn a;\n"
     assert source.compact(text) == "#define A(x) (x)\nconst int a=b;\nreturn a;\n"
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "gather_qmv"])
+def test_others_have_one_text(kernel):
+    with pytest.raises(ValueError, match=f"{kernel} has no text with the sums"):
+        source.load(kernel, lean=True)
 
 
 def test_unknown_kernel_is_an_error():

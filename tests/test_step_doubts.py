@@ -151,3 +151,36 @@ def test_threads_that_trace_at_once_put_stock_back():
     for thread in threads:
         thread.join()
     assert mx.fast.scaled_dot_product_attention is stock
+
+
+class LastOnly(llama.Model):
+    """Logits of the last token alone."""
+
+    def __call__(self, inputs, cache=None):
+        return super().__call__(inputs, cache)[:, -1]
+
+
+def test_a_head_that_gives_other_rows_is_left_out():
+    m = model()
+    m.__class__ = LastOnly
+    want = [m(TOKENS[:, :5], cache=(c := make_prompt_cache(m)))]
+    want.append(m(TOKENS[:, 5:6], cache=c))
+    report = mlx_phase.patch(m)
+    assert report.steps.decoder == "LlamaModel" and report.steps.reason is None
+    assert not traced_module.traced(m) and traced_module.traced(m.model)
+    have = [m(TOKENS[:, :5], cache=(c := make_prompt_cache(m)))]
+    have.append(m(TOKENS[:, 5:6], cache=c))
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_training_of_what_is_inside_ends_the_steps_of_the_head():
+    m = model()
+    mlx_phase.patch(m, check=False)
+    caches = make_prompt_cache(m)
+    m(TOKENS[:, :5], cache=caches)
+    assert m._steps.takes(TOKENS[:, 5:6], caches)
+    m.model.train()
+    assert m._steps.takes(TOKENS[:, 5:6], caches) is None
+    m.model.eval()
+    assert m._steps.takes(TOKENS[:, 5:6], caches)

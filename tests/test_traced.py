@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 
@@ -12,6 +13,7 @@ import pytest
 import tolerance
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.utils import does_model_support_input_embeddings
 
 import mlx_phase
 from mlx_phase import ops, step_patch
@@ -88,6 +90,26 @@ def test_a_step_of_many_rows_has_the_bits_of_single_steps():
         tolerance.assert_bits(ones, run(m, start, lengths, many))
         for a, b in zip(single, many, strict=True):
             tolerance.assert_bits(a.state[0], b.state[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_head_is_in_the_trace_and_hidden_states_are_there_without(family):
+    """lm_head, or embeddings that are tied to it; each caller has a trace."""
+    tied = {"tie_word_embeddings": family != "llama"}
+    m = model(family, mx.bfloat16, **tied)
+    report = mlx_phase.patch(m, check=False)
+    assert ("lm_head" in m) == (family == "llama")
+    assert traced(m) and traced(m.model) and report.steps.decoder == "Model"
+    head = m.lm_head if "lm_head" in m else m.model.embed_tokens.as_linear
+    for rows in (1, 5):
+        caches = make_prompt_cache(m), make_prompt_cache(m)
+        for cache in caches:
+            m.model(TOKENS[:, :20], cache)
+        tokens = TOKENS[:, 20 : 20 + rows]
+        hidden = m.model(tokens, cache=caches[1])
+        assert hidden.shape == (1, rows, 128)
+        tolerance.assert_bits(m(tokens, cache=caches[0]), head(hidden))
+    assert m._steps._traces and m.model._steps._traces
 
 
 def test_a_short_prompt_has_the_bits_of_single_steps():
@@ -242,6 +264,18 @@ def test_a_block_that_computes_something_else_is_left_and_named():
     have = run(m, 5, [1])
     mlx_phase.unpatch(m)
     np.testing.assert_allclose(run(m, 5, [1]), have, atol=2e-4)
+
+
+def test_calls_keep_their_signatures():
+    m = model()
+    modules = (m, m.model, m.layers[0], m.layers[0].mlp)
+    before = [inspect.signature(x.__call__) for x in modules]
+    assert does_model_support_input_embeddings(m)
+    mlx_phase.patch(m, check=False)
+    assert [inspect.signature(x.__call__) for x in modules] == before
+    # mlx-lm finds a model's processors by the name of its class's module.
+    assert {type(x).__module__ for x in modules} == {llama.__name__}
+    assert does_model_support_input_embeddings(m)
 
 
 def test_decoder_is_found():

@@ -77,3 +77,34 @@ def test_compiled_trace_gives_the_same(compiled, calls):
     # The prompt, and a trace for each of: 1 row, 3 rows, and both after growth.
     assert len(calls) == 1 + 4
     assert not m.model._steps.reasons
+
+
+def test_the_head_is_replayed_too(compiled, monkeypatch):
+    m = model(tie_word_embeddings=False)
+    want = run(m, 20, [1, 1, 3, 1])
+    traced_module.trace_steps(m)
+    heads, head = [], type(m.lm_head).__call__
+    monkeypatch.setattr(
+        type(m.lm_head), "__call__", lambda s, x: heads.append(s) or head(s, x)
+    )
+    np.testing.assert_array_equal(run(m, 20, [1, 1, 3, 1]), want)
+    assert sum(s is m.lm_head for s in heads) == 1 + 2
+    assert not m._steps.reasons
+
+
+class Counting(llama.Model):
+    """Its head counts in Python how far the text is."""
+
+    def __call__(self, inputs, cache=None):
+        return super().__call__(inputs, cache) * len(range(cache[0].offset))
+
+
+def test_layers_are_traced_where_the_head_cannot_be(compiled):
+    m = model()
+    m.__class__ = Counting
+    want = run(m, 20, [1, 3, 1])
+    for module in (m.model, m):
+        traced_module.trace_steps(module)
+    np.testing.assert_array_equal(run(m, 20, [1, 3, 1]), want)
+    assert m._steps.reasons.keys() == {True, False} and not m.model._steps.reasons
+    assert len(m.model._steps._traces) == 2

@@ -9,7 +9,7 @@ from mlx_phase.launch.matmul import device_chip
 from mlx_phase.plan import Plan, plan
 from mlx_phase.problem import Matmul
 from mlx_phase.tune_course import Course
-from mlx_phase.tune_plans import illegal
+from mlx_phase.tune_plans import MAX_ACCUMULATORS, illegal
 from mlx_phase.tune_probe import Probe, VoidError
 from mlx_phase.tune_race import (
     MIN_NOISE,
@@ -188,7 +188,7 @@ def test_candidates_may_run_and_start_with_the_table(problems):
         found = splits_of(here) + tiles_of(here, (2, 1))
         assert found[0] == base and len(set(found)) > 2
         assert all(p.simdgroups % p.k_simdgroups == 0 for p in found)
-        assert all(p.rows * m <= 24 for p in found)
+        assert all(p.rows * m <= MAX_ACCUMULATORS for p in found)
         assert {(p.k_simdgroups, p.splits) for p in tiles_of(here, (2, 1))} == {(2, 1)}
 
 

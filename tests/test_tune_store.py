@@ -74,7 +74,9 @@ BROKEN = {
     "a problem is no object": change(problems=[7]),
     "no multiple|multiple of": lambda d: d["entries"][0]["problems"][0].update(K=100),
     "two ways": lambda d: d["entries"][1].update(k_simdgroups=2, simdgroups=2),
-    "accumulators": lambda d: d["entries"][1].update(rows=8),
+    "accumulators": lambda d: (
+        d["entries"][1]["problems"][0].update(M=5) or d["entries"][1].update(rows=8)
+    ),
     "no object": lambda data: data["entries"].append(None),
 }
 
@@ -118,13 +120,17 @@ def test_no_value_of_a_field_gets_past_the_limits_or_crashes(field, value):
     assert 1 <= read.rows <= 8 and 32 * read.simdgroups <= 256 and read.us > 0
 
 
-def test_another_kernel_text_is_another_key(monkeypatch):
+@pytest.mark.parametrize("changed", [False, True])
+def test_another_kernel_text_is_another_key(monkeypatch, changed):
     before = tune_store.kernels_hash()
     real = tune_store.source.load
     tune_store.kernels_hash.cache_clear()
-    monkeypatch.setattr(
-        tune_store.source, "load", lambda k: replace(real(k), body=real(k).body + ";")
-    )
+
+    def load(kernel: str, lean: bool = False):
+        text = real(kernel, lean=lean)
+        return replace(text, body=text.body + ";") if lean == changed else text
+
+    monkeypatch.setattr(tune_store.source, "load", load)
     try:
         assert tune_store.kernels_hash() != before
     finally:

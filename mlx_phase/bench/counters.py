@@ -15,7 +15,7 @@ from ..chip import Chip, lookup
 from ..counters import LANES, Cost, Prediction, predict
 from ..executor import ExecutorError
 from . import BenchError, counters_attention, counters_prefill
-from .counters_kernels import CHIPS, PerWeight, mlx_qmv, on_cpu, ours, planned_rows
+from .counters_kernels import CHIPS, PerWeight, mlx_qmv, on_cpu, ours, planned
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "small_m.csv"
 MARKS = re.compile(
@@ -49,8 +49,9 @@ def mlx_route(M: int, chip: Chip) -> tuple[str, list[PerWeight]]:
 
 def our_route(M: int, chip: Chip) -> tuple[str, list[PerWeight]]:
     """Our kernel with the plan's tile."""
-    rows = planned_rows(M, chip)
-    return f"qmv, {rows} rows", [ours(M, rows)]
+    p = planned(M, chip)
+    shared = f", x shared by {p.simdgroups}" if p.simdgroups > 2 else ""
+    return f"qmv, {p.rows} rows{shared}", [ours(M, p)]
 
 
 def time(
@@ -135,14 +136,19 @@ def kernels() -> str:
 
 
 def tiles() -> str:
-    """Cycles per weight of our kernel by rows of W that a simdgroup has."""
+    """Cycles per weight of our kernel by rows of W that a simdgroup has; rows x M is at
+    most 32, as each lane stores one sum."""
     rows = (2, 4, 8)
     chip = lookup("M3 Max 40")
     head = " | ".join(f"{n} rows" for n in rows)
     lines = [f"| M | planned | {head} |", "| ---: | ---: |" + " ---: |" * len(rows)]
     for M in ROWS:
-        cells = " | ".join(f"{ours(M, n).cost.cycles:.1f}" for n in rows)
-        lines.append(f"| {M} | {planned_rows(M, chip)} rows | {cells} |")
+        p = planned(M, chip)
+        tiles = [replace(p, rows=n) for n in rows]
+        cells = " | ".join(
+            f"{ours(M, t).cost.cycles:.1f}" if t.rows * M <= 32 else "-" for t in tiles
+        )
+        lines.append(f"| {M} | {p.rows} rows | {cells} |")
     return "\n".join(lines)
 
 

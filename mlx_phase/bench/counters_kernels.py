@@ -123,15 +123,16 @@ def mlx_profile(
 
 
 @cache
-def ours(M: int, rows: int, bits: int = 4) -> PerWeight:
-    """Our qmv with the tile that the plan has for M; ``rows`` of a simdgroup."""
-    problem = Matmul(M, N, K, str(DTYPE).rpartition(".")[2], bits, GROUP)
-    p = Plan("qmv", rows, 2, 1, 1, True, "profiled")
-    w, scales, biases, x = _arrays(M, N, bits)
+def ours(M: int, p: Plan, bits: int = 4) -> PerWeight:
+    """Our qmv with the tile of ``p``."""
+    rows = max(N, p.rows * p.simdgroups)
+    problem = Matmul(M, rows, K, str(DTYPE).rpartition(".")[2], bits, GROUP)
+    w, scales, biases, x = _arrays(M, rows, bits)
     (profile,) = profile_kernel(matmul.prepare(problem, p), x, w, scales, biases)
-    return _per_weight(profile, N * K)
+    return _per_weight(profile, rows * K)
 
 
-def planned_rows(M: int, chip: Chip) -> int:
-    """Rows of a simdgroup that the plan has for a large matrix."""
-    return plan(Matmul(M, 8192, 8192, "bfloat16", 4, GROUP), chip).rows
+def planned(M: int, chip: Chip) -> Plan:
+    """The plan of a large matrix."""
+    p = plan(Matmul(M, 8192, 8192, "bfloat16", 4, GROUP), chip)
+    return replace(p, reason="profiled")

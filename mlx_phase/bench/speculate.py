@@ -207,7 +207,7 @@ def step_costs(model: nn.Module, job: Job, clock: Clock) -> dict[int, Stats]:
     for i in range(job.repeats + 1):
         for rows in job.rows if i % 2 == 0 else job.rows[::-1]:
             ids = mx.array([[job.prompt[j % len(job.prompt)] for j in range(rows)]])
-            mx.eval(ids, [c.state for c in cache.layers])
+            mx.eval(ids)
             start = clock()
             logits = model(ids, cache=cache.layers)
             mx.eval(mx.argmax(logits, axis=-1))
@@ -224,7 +224,7 @@ def draft_cost(draft: nn.Module, job: Job, clock: Clock) -> float:
     count, samples = max(job.draft_tokens), []
     for _ in range(job.repeats + 1):
         y = mx.array([[job.prompt[-1]]])
-        mx.eval(y, [c.state for c in cache.layers])
+        mx.eval(y)
         start = clock()
         for _ in range(count):
             y = mx.argmax(draft(y, cache=cache.layers)[:, -1:], axis=-1)

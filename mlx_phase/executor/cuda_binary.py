@@ -38,13 +38,20 @@ def build(
 ) -> Callable[..., list[mx.array]] | None:
     """A function that launches ``kernel`` on arrays of these types, with the keywords
     of MLX's launch of modules: ``scalars`` is [1, and the sizes of `shaped` inputs].
-    The module has been compiled and loaded; None if MLX would not find it again.
+    The module has been compiled and loaded; None where only MLX may manage: it would
+    not find a module again, Metal lacks a type, or this NVRTC is not for this GPU.
 
     Raises ExecutorError with the compiler's log.
     """
     inputs, ndims, outputs = types
+    if mx.float64 in inputs:
+        return None
     kinds = [[_metal_type(d) for d in side] for side in (inputs, outputs)]
-    name, cubin = _compiled(kernel, cuda_module.module(kernel, variant, *kinds, ndims))
+    text = cuda_module.module(kernel, variant, *kinds, ndims)
+    try:
+        name, cubin = _compiled(kernel, text)
+    except nvrtc.NvrtcUnfit:
+        return None
     launch = functools.partial(
         mx.fast.precompiled_cuda_kernel,
         name=name,
@@ -63,6 +70,7 @@ def build(
                 output_dtypes=outputs,
                 grid=(1, 1, 1),
                 threadgroup=(1, 1, 1),
+                stream=mx.gpu,
             )
             mx.eval(loaded)
     except (RuntimeError, TypeError):
@@ -113,12 +121,14 @@ def _compiled(kernel: Kernel, text: str) -> tuple[str, bytes]:
     def compiled() -> bytes:
         try:
             return nvrtc.compile_cubin(text, name, arch)
+        except nvrtc.NvrtcUnfit:
+            raise
         except nvrtc.NvrtcError as error:
             raise ExecutorError(
                 f"kernel {kernel.name} does not compile for {arch}:\n{error}"
             ) from error
 
-    return name, cuda_store.kept(f"{name}.cubin", compiled)
+    return name, cuda_store.kept_sealed(f"{name}.cubin", compiled)
 
 
 @functools.cache

@@ -36,17 +36,35 @@ def stored(name: str, text: str) -> str:
     """Write ``text`` to the cache and return the #include that reads it."""
     digest = hashlib.sha256((library_hash() + text).encode()).hexdigest()[:16]
     path = cache_folder() / f"{name}-{digest}.h"
-    kept(path.name, text.encode)
+    kept(path.name, text.encode, lambda found: found == text.encode())
     return f'#include "{path.as_posix()}"\n' if path.is_file() else text
 
 
-def kept(file_name: str, make: Callable[[], bytes]) -> bytes:
-    """The content of a file of the cache, which is made if it is not there."""
+def kept_sealed(file_name: str, make: Callable[[], bytes]) -> bytes:
+    """As `kept`, with a digest behind the content that tells whether it is whole."""
+
+    def sealed() -> bytes:
+        content = make()
+        return content + hashlib.sha256(content).digest()
+
+    def whole(found: bytes) -> bool:
+        return hashlib.sha256(found[:-32]).digest() == found[-32:]
+
+    return kept(file_name, sealed, whole)[:-32]
+
+
+def kept(
+    file_name: str, make: Callable[[], bytes], whole: Callable[[bytes], bool]
+) -> bytes:
+    """The content of a file of the cache, which is made if it is not there or not
+    ``whole``, as after a crash."""
     path = cache_folder() / file_name
     try:
-        return path.read_bytes()
+        if whole(content := path.read_bytes()):
+            return content
     except OSError:
-        content = make()
+        pass
+    content = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

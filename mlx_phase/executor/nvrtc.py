@@ -22,6 +22,13 @@ class NvrtcError(RuntimeError):
     """The text does not compile; the message is the compiler's log."""
 
 
+class NvrtcUnfit(NvrtcError):
+    """Not the text's fault: this NVRTC is older than the GPU, or lacks a part."""
+
+
+# nvrtcResult of a text with errors.
+_COMPILATION = 6
+
 _INSTALL = (
     "install them with: pip install nvidia-cuda-nvrtc nvidia-cuda-runtime "
     "nvidia-cuda-cccl nvidia-cuda-crt (the dev extra does)"
@@ -49,7 +56,10 @@ def library() -> ctypes.CDLL:
         for folder in folders:
             for name in names:
                 for path in sorted(root.glob(f"{folder}/{name}"), reverse=True):
-                    return ctypes.CDLL(str(path))
+                    try:
+                        return ctypes.CDLL(str(path))
+                    except OSError:
+                        continue  # for another machine, or in parts
     raise NvrtcMissing(f"libnvrtc was not found; {_INSTALL}")
 
 
@@ -81,7 +91,8 @@ def compile_ptx(
 ) -> str:
     """Compile ``text`` for ``arch`` with MLX's options and return the PTX.
 
-    Raises NvrtcError with the compiler's log, NvrtcMissing without NVRTC.
+    Raises NvrtcError with the compiler's log, of which NvrtcUnfit says that it is not
+    the text's fault; NvrtcMissing without NVRTC.
     """
     made = _compile(text, name, arch, options, "PTX")
     return made.rstrip(b"\0").decode(errors="replace")
@@ -114,7 +125,8 @@ def _compile(
         status = nvrtc.nvrtcCompileProgram(program, len(flags), argv)
         if status != 0:
             log = _read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise NvrtcError(log or f"NVRTC failed with status {status}")
+            error = NvrtcError if status == _COMPILATION else NvrtcUnfit
+            raise error(log or f"NVRTC failed with status {status}")
         return _read(program, result)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -34,6 +34,7 @@ _RESULT = re.compile(
     r"^\s+(?:(?P<name>%[\w.]+) = )?(?:(?:tail|musttail|notail) )?(?P<op>\w+)"
 )
 _NAMES = re.compile(r"%[\w.]+")
+_LABEL = re.compile(r"^([\w.]+):")
 _TYPE = re.compile(r"\b(i\d+|half|bfloat|float|double|ptr)\b")
 _CALLEE = re.compile(r"@(?:llvm\.)?([\w]+)")
 _OURS = re.compile(r"emu_|__tsan|_GLOBAL_|__cxx_global|tsan\.|_Z.*3emu")
@@ -138,6 +139,7 @@ class _Line:
 def _counted(lines: list[str], rows: list[Counter[str]]) -> Iterator[str]:
     """The body of a function with counters; adds a row for each block."""
     parsed = [_parse(line) for line in lines]
+    checks = _checks(lines)
     made = {p.name: p for p in parsed if p and p.name}
     users: dict[str, list[_Line]] = {}
     for p in parsed:
@@ -155,9 +157,22 @@ def _counted(lines: list[str], rows: list[Counter[str]]) -> Iterator[str]:
             rows.append(Counter())
             fresh = False
         kind, cost = _kind(p, made, users)
+        if p.op == "br" and checks & set(_NAMES.findall(p.text)):
+            cost = 0
         if kind and cost:
             rows[-1][kind] += cost
         yield line
+
+
+def _checks(lines: list[str]) -> set[str]:
+    """Blocks that report a bad index: a GPU has none of them, nor branches there."""
+    found, label = set(), ""
+    for line in lines:
+        if start := _LABEL.match(line):
+            label = "%" + start[1]
+        elif "@emu_checked_index(" in line:
+            found.add(label)
+    return found
 
 
 def _parse(line: str) -> _Line | None:
@@ -190,6 +205,9 @@ def _kind(
             return ("convert16", 1) if p.op == "fptrunc" else ("", 0)
         return ("bfloat", 1 if p.op == "fpext" else 3)
     kind = _KINDS.get(p.op, "")
+    if kind == "idivide" and (by := _constant(p)):
+        # No division is left: shifts for a power of two, a product otherwise.
+        return ("shift" if by & (by - 1) == 0 else "imul"), 2
     if kind == "shift" and _moves(p, uses):
         return "", 0
     if kind == "bitwise" and _packs(p, made):

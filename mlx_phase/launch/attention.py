@@ -21,6 +21,7 @@ def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object
     args = form(problem, p.kernel.endswith("_codes"))
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
     args += [("W", row_blocks(problem, p)), ("CHUNK", p.chunk)]
+    args += [("WINDOW", problem.window > 0)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     return args + [("LENS", problem.lens), ("DIRECT", direct)]
 
@@ -34,20 +35,35 @@ def row_blocks(problem: Sdpa, p: SdpaPlan) -> int:
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
 
-def reduce_template(problem: Sdpa, threads: int = 512) -> list[tuple[str, object]]:
-    """Template arguments of ``sdpa_reduce``; few chunks are for few threads."""
-    args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
+def turns(problem: Sdpa, p: SdpaPlan, chunks: int) -> int:
+    """Threadgroups for the chunks of a kv head, so that each takes as many."""
+    if not p.threadgroups:
+        return chunks
+    W = row_blocks(problem, p)
+    each = -(-_blocks(problem, p) // W) * W * problem.batch * problem.kv_heads
+    return -(-chunks // -(-chunks // max(1, p.threadgroups // each)))
+
+
+def reduce_template(
+    problem: Sdpa, threads: int = 256, columns: int = 32
+) -> list[tuple[str, object]]:
+    """Template arguments of ``sdpa_reduce``: ``threads`` and elements of a threadgroup.
+
+    Few chunks are for few threads, many rows for all elements at once (columns = 0).
+    """
+    DV = problem.v_head_dim
+    args = [("T", getattr(mx, problem.dtype)), ("DV", DV), ("DS", columns or DV)]
     return args + [("TG", threads), ("SINKS", problem.sinks)]
 
 
 @lru_cache(maxsize=4096)
 def _reduce_launch(problem: Sdpa) -> dict[str, object]:
     args = reduce_template(problem)
-    threads = dict(args)["TG"]
+    threads, columns = dict(args)["TG"], dict(args)["DS"]
     rows = problem.batch * problem.q_heads * problem.q_len
     return {
         "template": args,
-        "grid": (threads, rows, 1),
+        "grid": (threads * -(-problem.v_head_dim // columns), rows, 1),
         "threadgroup": (threads, 1, 1),
         "output_shapes": [_out_shape(problem)],
         "output_dtypes": [args[0][1]],
@@ -137,18 +153,13 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     width = threads * -(-_blocks(problem, p) // W)
     coded = p.kernel.endswith("_codes")
 
-    def _turns(chunks: int) -> int:
-        """Threadgroups for the chunks of a head, so that each takes as many."""
-        most = p.threadgroups // (width // threads * W * B * problem.kv_heads)
-        return -(-chunks // -(-chunks // max(1, most))) if p.threadgroups else chunks
-
     @lru_cache(maxsize=4096)
     def launch(chunks: int) -> dict[str, object]:
         direct = chunks == 1
         many = [(B, H, q_len, chunks, n) for n in (DV, 2)]
         return {
             "template": template(problem, p, direct),
-            "grid": (width, _turns(chunks), B * problem.kv_heads),
+            "grid": (width, turns(problem, p, chunks), B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
             "output_shapes": [_out_shape(problem), (1,)] if direct else many,
             "output_dtypes": [dtype if direct else mx.float32, mx.float32],

@@ -99,7 +99,7 @@ def prepare_add(problem: Matmul, p: Plan | None = None) -> Launch:
     x [..., K] with M rows, w [N, K * bits / 32], res and the result [..., N].
     """
     p = p or planned("qmv_add", (problem,))
-    run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
+    run, dtype = kernel(p.kernel, lean=p.lean), getattr(mx, problem.x_dtype)
     launch = _tile(p, tiles(p, problem.N), _tiled(problem, p))
 
     def call(x, w, scales, biases, res) -> mx.array:
@@ -122,7 +122,7 @@ def prepare_glu(
     array stands for the weight. gate and up are (w, scales, biases) of one shape.
     """
     p = p or planned("qmv_glu", (problem, problem), eps)
-    run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
+    run, dtype = kernel(p.kernel, lean=p.lean), getattr(mx, problem.x_dtype)
     # A simdgroup's rows are half gate, half up.
     count = tiles(replace(p, rows=p.rows // 2), problem.N)
     launch = _tile(p, count, glu_template(p, problem, activation, eps))
@@ -145,25 +145,32 @@ def prepare_qkv(
     bias: bool = False,
     p: Plan | None = None,
 ) -> Launch:
-    """A function ``(x, norm, *q, *k, *v[, bq, bk, bv], angles) -> [q, k, v]``.
+    """A function ``(x, norm, *q, *k, *v[, bq, bk, bv], angles) -> [q, kv]``.
 
-    x [B, L, K] -> q [B, Hq, L, head_dim], k and v [B, Hkv, L, head_dim], q and k
-    rotated. ``norm`` and ``eps`` as in `prepare_glu`; members may differ in N and bits.
+    x [B, L, K] -> q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim], k and then v;
+    q and k rotated. ``norm`` and ``eps`` as in `prepare_glu`; members may differ in
+    bits.
     angles fp32 [L, head_dim]: cos in the place of a pair's first dim, sin in that of
     its second.
     """
+    if members[1].N != members[2].N:
+        raise ValueError(f"k has {members[1].N} rows, v {members[2].N}: want as many")
     p = p or planned("qmv_qkv", members, eps, rotary)
-    run = kernel(p.kernel + "_bias" * bias)
+    run = kernel(p.kernel + "_bias" * bias, lean=p.lean)
     dtype = getattr(mx, members[0].x_dtype)
-    heads = [m.N // rotary.head_dim for m in members]
+    heads = [m.N // rotary.head_dim for m in members[:2]]
     count = sum(tiles(p, m.N) for m in members)
     launch = _tile(p, count, qkv_template(p, members, rotary, eps))
 
     def call(x, norm, *rest) -> list[mx.array]:
+        B, L, _ = x.shape
         return run(
             inputs=[x, norm, *rest],
-            output_shapes=[(x.shape[0], n, x.shape[1], rotary.head_dim) for n in heads],
-            output_dtypes=[dtype] * 3,
+            output_shapes=[
+                (B, heads[0], L, rotary.head_dim),
+                (2 * B, heads[1], L, rotary.head_dim),
+            ],
+            output_dtypes=[dtype] * 2,
             **launch,
         )
 
@@ -171,20 +178,20 @@ def prepare_qkv(
 
 
 def prepare_qk_norm(dtype: str, rotary: Rotary, eps: float) -> Launch:
-    """A function ``(q, k, q_norm, k_norm, angles) -> [q, k]``: RMS norm of each head,
-    then the rotation.
+    """A function ``(q, kv, q_norm, k_norm, angles) -> [q, kv]``: RMS norm of each head
+    of q and k, then the rotation; v as it is.
 
-    q [B, Hq, L, head_dim] and k [B, Hkv, L, head_dim] contiguous, of ``dtype``; norms
-    [head_dim]; angles as in `prepare_qkv`.
+    q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim] contiguous, of ``dtype``;
+    norms [head_dim]; angles as in `prepare_qkv`.
     """
     run = kernel("qk_norm")
     args = qk_norm_template(dtype, rotary, eps)
 
-    def call(q, k, q_norm, k_norm, angles) -> list[mx.array]:
-        rows = (q.size + k.size) // rotary.head_dim
+    def call(q, kv, q_norm, k_norm, angles) -> list[mx.array]:
+        rows = (q.size + kv.size) // rotary.head_dim
         return run(
-            inputs=[q, k, q_norm, k_norm, angles],
-            output_shapes=[q.shape, k.shape],
+            inputs=[q, kv, q_norm, k_norm, angles],
+            output_shapes=[q.shape, kv.shape],
             output_dtypes=[q.dtype] * 2,
             template=args,
             grid=(32 * rows, 1, 1),

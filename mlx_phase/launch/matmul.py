@@ -23,9 +23,9 @@ def device_chip() -> Chip:
 
 
 @cache
-def kernel(name: str, ensure_row_contiguous: bool = True):
+def kernel(name: str, ensure_row_contiguous: bool = True, lean: bool = False):
     """The callable of ``metal_kernel`` for one entry of ``source.KERNELS``."""
-    text = load(name, _narrow)
+    text = load(name, _narrow, lean)
     return metal_kernel(
         name=text.name,
         input_names=list(text.input_names),
@@ -87,7 +87,7 @@ def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
     width = problem.K // (1 if problem.mode == "none" else problem.group_size)
     # A tile needs as many rows as it owns.
     rows = max(N, -(-8 // width), p.rows)
-    run, dtype = kernel(p.kernel), getattr(mx, problem.x_dtype)
+    run, dtype = kernel(p.kernel, lean=p.lean), getattr(mx, problem.x_dtype)
     launch = _launch(problem, p, tiles(p, rows))
     launch["output_dtypes"] = [dtype if p.splits == 1 else mx.float32]
     partial = [(p.splits, M * rows)]
@@ -119,7 +119,7 @@ def prepare_shared(members: tuple[Matmul, ...], p: Plan | None = None) -> Launch
     """
     p = p or plan_shared(members, device_chip())
     first = members[0]
-    run = kernel(p.kernel)
+    run = kernel(p.kernel, lean=p.lean)
     launch = _launch(first, p, sum(tiles(p, m.N) for m in members))
     launch["output_dtypes"] = [getattr(mx, first.x_dtype)] * len(members)
 

@@ -56,7 +56,7 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
             "output_dtypes": [dtype if direct else mx.float32, mx.float32],
         }
         return first, {
-            "template": reduce_template(problem, MERGE),
+            "template": reduce_template(problem, MERGE, 0),
             "grid": (MERGE, B * H * q_len, 1),
             "threadgroup": (MERGE, 1, 1),
             "output_shapes": whole,

@@ -43,10 +43,14 @@ static uint32_t range_count, block_count, *counts;
 static uint64_t *block_totals, op_totals[EMU_OP_COUNT];
 static Totals totals;
 
-// Neighbours of one vector come one by one; a GPU loads up to 16 bytes at once.
-static int joins(const Access* a, uint64_t at, uint32_t size, uint32_t kind, const Range* range) {
-  if (a->kind != kind || a->range != range || a->at + a->size != at || kind & ATOMIC) return 0;
-  return a->size + size <= 16 && a->at / 16 == (at + size - 1) / 16;
+// Neighbours of one vector come one by one, in either order; a GPU loads up to 16 bytes at once.
+static int joins(Access* a, uint64_t at, uint32_t size, uint32_t kind, const Range* range) {
+  const uint64_t first = at < a->at ? at : a->at;
+  if (a->kind != kind || a->range != range || kind & ATOMIC) return 0;
+  if (a->at + a->size != at && at + size != a->at) return 0;
+  if (a->size + size > 16 || first / 16 != (first + a->size + size - 1) / 16) return 0;
+  a->at = first, a->size += size;
+  return 1;
 }
 
 static void on_access(EmuLane* lane, const void* p, size_t size, uint32_t kind, const void* pc) {
@@ -64,10 +68,7 @@ static void on_access(EmuLane* lane, const void* p, size_t size, uint32_t kind, 
     if (kind & WRITE) totals.threadgroup_written += size;
   }
   Log* log = &logs[lane->index];
-  if (log->used && joins(&log->of[log->used - 1], at, (uint32_t)size, kind, r)) {
-    log->of[log->used - 1].size += (uint32_t)size;
-    return;
-  }
+  if (log->used && joins(&log->of[log->used - 1], at, (uint32_t)size, kind, r)) return;
   if (log->used == log->room) {
     const uint32_t room = log->room ? 2 * log->room : 256;
     Access* more = realloc(log->of, room * sizeof(Access));

@@ -1,0 +1,217 @@
+// The sums of qmv for GPUs where instructions, not memory, bound a decode step (Apple). The bits of a row
+// do not depend on M, R or SG here either. Codes are read as halves below the normal ones, c 2^-24, so
+// that nothing is to be taken out again, and sums count in 2^-24. From SG > 2 KS on, a threadgroup widens,
+// scales and sums x once for all of its simdgroups, eight values of each pack (a slice) at a time.
+
+typedef float4 Shared;
+constant constexpr float UNIT = AFFINE ? 1.0f / 16777216 : 1.0f;
+
+template <int M, int SG, int KS>
+METAL_FUNC constexpr bool shares_x() { return SG > 2 * KS && KS * M <= 16; }
+// Slices in threadgroup memory: one is filled while the other is multiplied.
+template <int M, int KS>
+METAL_FUNC constexpr int slices() { return KS * M > 8 ? 1 : 2; }
+// Rows of x that a simdgroup widens, of the M of each KS.
+template <int M, int SG, int KS>
+METAL_FUNC constexpr int units() { return shares_x<M, SG, KS>() ? (KS * M + SG - 1) / SG : M; }
+// Slices and sums of x; later, in the same place, the sums of simdgroups and of squares.
+template <int M, int R, int SG, int KS, bool NORM>
+METAL_FUNC constexpr int shared_size() {
+  return shares_x<M, SG, KS>() ? KS * M * (64 * slices<M, KS>() + 8) : KS > 1 ? (SG * R * M + KS * M + 3) / 4 : 1;
+}
+
+// Pairs of v[0 .. N - 1], each added to those of the lane that differs by o: the first of a pair in lanes
+// without the bit o, the other in lanes with it.
+template <int N>
+METAL_FUNC void fold(thread float* v, const uint lane, const ushort o) {
+  const bool odd = lane & o;
+  UNROLL for (int i = 0; i < N; i += 2) {
+    const float a = v[i], b = v[i + 1 < N ? i + 1 : i];
+    v[i / 2] = (odd ? b : a) + simd_shuffle_xor(odd ? a : b, o);
+  }
+}
+// Sums over the lanes of v[0 .. A - 1], up to 32, the one of v[i] in lane i: along one tree for each A.
+template <int A>
+METAL_FUNC float lane_sum(thread float* v, const uint lane) {
+  fold<A>(v, lane, 1);
+  fold<(A + 1) / 2>(v, lane, 2);
+  fold<(A + 3) / 4>(v, lane, 4);
+  fold<(A + 7) / 8>(v, lane, 8);
+  fold<(A + 15) / 16>(v, lane, 16);
+  return v[0];
+}
+
+// Eight values of x, normed if NORM, as decode8 wants them; their sum is added and, to count, their squares.
+template <typename T, int bits, bool WIDE, bool NORM>
+METAL_FUNC void take8(
+    const device T* x, const device T* nw, thread float* v, thread float* sum, thread float* square,
+    const bool count) {
+  float n[8], t = 0, squares = *square;
+  load8<T, WIDE>(x, v);
+  if (NORM) load8<T, WIDE>(nw, n);
+  UNROLL for (int i = 0; i < 8; i++) {
+    if (NORM) {
+      squares = fma(v[i], v[i], squares);
+      t = fma(v[i], n[i], t);
+      v[i] *= n[i];
+    } else if (AFFINE) {
+      t = i == 0 ? v[0] : t + v[i];
+    }
+    v[i] *= unscale<bits>(i);
+  }
+  *sum += t;
+  if (count) *square = squares;
+}
+
+// Slice j of the packs from base on: unit ks M + m is row m for simdgroups ks.
+template <typename T, int bits, int M, int SG, int KS, int PK, bool WIDE, bool NORM>
+METAL_FUNC void stage(
+    const device T* x, const device T* nw, threadgroup float4* xs, threadgroup float* sums, thread float* sum,
+    thread float* square, const int K, const int base, const int end, const int j, const uint sg,
+    const uint lane) {
+  const int U = units<M, SG, KS>();
+  UNROLL for (int u = 0; u < U; u++) {
+    const int unit = sg + u * SG, c = base + unit / M * 32 + lane;
+    if (SG * U > KS * M && unit >= KS * M) continue;
+    const uint k = min(c, end - 1) * PK + 8 * j;
+    float v[8];
+    if (j == 0) sum[u] = 0;
+    take8<T, bits, WIDE, NORM>(x + (size_t)(unit % M) * K + k, nw + k, v, sum + u, square + u, c < end);
+    threadgroup float4* to = xs + unit * 64 + lane;
+    to[0] = float4(v[0], v[1], v[2], v[3]);
+    to[32] = float4(v[4], v[5], v[6], v[7]);
+    if (AFFINE && j == PK / 8 - 1) sums[unit * 32 + lane] = sum[u] * UNIT;
+  }
+}
+
+// The lane's packs are first + lane, 32 KS further, ... of each row: acc [R][M], square [units].
+template <typename T, int bits, int group, int M, int R, int SG, int KS, bool WIDE, bool NORM, bool PAIR,
+          typename S>
+METAL_FUNC void lean_rows(
+    const device T* x, const device T* nw, const Rows<S, S> at, threadgroup float4* xs, thread float* acc,
+    thread float* square, const uint K, const int first, const int end, const uint sg, const uint lane) {
+  const int PK = pack_size<bits, group>(), NW = PK * bits / 32, J = PK / 8, H = (R + 1) / 2;
+  const int B = slices<M, KS>(), SLICE = KS * M * 64, ks = sg % KS;
+  const bool SHARES = shares_x<M, SG, KS>();
+  threadgroup float* sums = (threadgroup float*)(xs + slices<M, KS>() * SLICE);
+  float sum[M];
+  if (SHARES && first < end)
+    stage<T, bits, M, SG, KS, PK, WIDE, NORM>(x, nw, xs, sums, sum, square, K, first, end, 0, sg, lane);
+  if (SHARES) threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int base = first; base < end; base += 32 * KS) {
+    // Lanes behind the end take the last pack and add nothing.
+    const int c = base + ks * 32 + lane;
+    const uint p = min(c, end - 1), g = p * PK / group;
+    uint q[R * NW];
+    float s[R], b[R], dot[R * M];
+    UNROLL for (int r = 0; r < R; r++) {
+      const bool two = PAIR && r >= H;
+      const uint i = two ? r - H : r;
+      load_words<NW, WIDE>((two ? at.w2 : at.w) + (i * (K / PK * NW) + p * NW), q + r * NW);
+    }
+    UNROLL for (int i = 0; i < R * M; i++) dot[i] = 0;
+    if (!SHARES) {
+      UNROLL for (int m = 0; m < M; m++) sum[m] = 0;
+    }
+    UNROLL for (int j = 0; j < J; j++) {
+      const int next = j + 1 < J ? base : base + 32 * KS;
+      if (SHARES && B == 2 && next < end)
+        stage<T, bits, M, SG, KS, PK, WIDE, NORM>(
+            x, nw, xs + SLICE * ((j + 1) % B), sums, sum, square, K, next, end, (j + 1) % J, sg, lane);
+      if (j == (SHARES ? J - 1 : 0)) {  // late where registers are short
+        UNROLL for (int r = 0; r < R; r++) {
+          const bool two = PAIR && r >= H;
+          const uint n = (two ? r - H : r) * (K / group) + g;
+          s[r] = group_scale<group, bits>((two ? at.s2 : at.s)[n]);
+          b[r] = AFFINE ? float((two ? at.b2 : at.b)[n]) : 0;
+        }
+      }
+      float h[R][8];
+      UNROLL for (int r = 0; r < R; r++) decode8<bits>(q + r * NW, j, 0, h[r]);
+      UNROLL for (int m = 0; m < M; m++) {
+        float v[8];
+        const uint k = p * PK + 8 * j;
+        const threadgroup float4* from = xs + SLICE * (j % B) + (ks * M + m) * 64 + lane;
+        if (SHARES) spread(v, from[0], from[32]);
+        else take8<T, bits, WIDE, NORM>(x + (size_t)m * K + k, nw + k, v, sum + m, square + m, c < end);
+        UNROLL for (int i = 0; i < 8; i++) {
+          UNROLL for (int r = 0; r < R; r++) dot[r * M + m] = fma(v[i], h[r][i], dot[r * M + m]);
+        }
+      }
+      if (j == J - 1 && c < end) {
+        UNROLL for (int m = 0; m < M; m++) {
+          const float t = !AFFINE ? 0 : SHARES ? sums[(ks * M + m) * 32 + lane] : sum[m] * UNIT;
+          UNROLL for (int r = 0; r < R; r++) {
+            acc[r * M + m] = fma(s[r], dot[r * M + m], acc[r * M + m]);
+            if (AFFINE) acc[r * M + m] = fma(b[r], t, acc[r * M + m]);
+          }
+        }
+      }
+      if (SHARES) threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (SHARES && B == 1) {
+        if (next < end)
+          stage<T, bits, M, SG, KS, PK, WIDE, NORM>(
+              x, nw, xs, sums, sum, square, K, next, end, (j + 1) % J, sg, lane);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+    }
+  }
+}
+
+// As the one of product.h; SPLITS: of share number split of the packs.
+template <typename T, int bits, int group, int M, int R, int SG, int KS, bool NORM, bool PAIR, typename S,
+          int SPLITS = 1>
+METAL_FUNC float product(
+    const device T* x, const device T* nw, const Rows<S, S> at, threadgroup float4* part, const int K,
+    const float eps, const float add, const uint sg, const uint lane, const uint split = 0) {
+  const bool SHARES = shares_x<M, SG, KS>();
+  const int A = R * M, U = units<M, SG, KS>(), ks = sg % KS, i = min(int(lane), A - 1);
+  const int packs = K / pack_size<bits, group>(), share = (packs + SPLITS - 1) / SPLITS;
+  const int first = split * share, end = min(packs, first + share);
+  const bool wide = ALIGNED(x, 16) && (!NORM || ALIGNED(nw, 16)) && ALIGNED(at.w, (pack_bytes<bits, group>())) &&
+                    (!PAIR || ALIGNED(at.w2, (pack_bytes<bits, group>())));
+  float acc[A], square[U];
+  UNROLL for (int a = 0; a < A; a++) acc[a] = 0;
+  UNROLL for (int u = 0; u < U; u++) square[u] = 0;
+  if (wide)
+    lean_rows<T, bits, group, M, R, SG, KS, true, NORM, PAIR>(
+        x, nw, at, part, acc, square, K, first, end, sg, lane);
+  else
+    lean_rows<T, bits, group, M, R, SG, KS, false, NORM, PAIR>(
+        x, nw, at, part, acc, square, K, first, end, sg, lane);
+  float t = lane_sum<A>(acc, lane), n = 0;
+  if (KS == 1 && !(SHARES && NORM)) {
+    if (NORM) n = simd_shuffle(lane_sum<M>(square, lane), ushort(i % M));
+  } else {
+    threadgroup float *p = (threadgroup float*)part, *norms = p + SG * A;
+    if (lane < A) p[sg * A + lane] = t;
+    UNROLL for (int u = 0; NORM && u < (SHARES ? U : 1); u++) {
+      // Of all rows, or of the one that this simdgroup has widened.
+      const float squares = SHARES ? lane_sum<1>(square + u, lane) : lane_sum<M>(square, lane);
+      const uint unit = SHARES ? sg + u * SG : sg * M + lane;
+      if (lane < (SHARES ? 1 : M) && unit < KS * M) norms[unit] = squares;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (ks != 0) return 0;
+    t = p[sg * A + i];
+    UNROLL for (int k = 1; k < KS; k++) t += p[(sg + k) * A + i];
+    UNROLL for (int k = 0; NORM && k < KS; k++) n = k == 0 ? norms[i % M] : n + norms[k * M + i % M];
+  }
+  t *= 1 / UNIT;
+  if (!NORM) return t + add;
+  return fma(t, rsqrt(n / float(K) + eps), add);
+}
+
+template <typename T, int bits, int group, int M, int R, int SG, int KS, int SPLITS, typename S, typename O>
+METAL_FUNC void qmv(
+    const device T* x, const device uint* w, const device S* scales, const device S* biases, device O* y,
+    threadgroup float4* part, const int N, const int KW, const uint3 tg, const uint sg, const uint lane) {
+  const int K = KW * 32 / bits, row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
+  Rows<S, S> at;
+  set_rows(at, w, scales, biases, KW, K / group, row, row);
+  const float t = product<T, bits, group, M, R, SG, KS, false, false, S, SPLITS>(
+      x, x, at, part, K, 0.0f, 0.0f, sg, lane, tg.y);
+  const int n = row + lane / M;
+  // The last tile moves back to stay inside; rows it shares with the one before are not stored.
+  if (sg % KS == 0 && lane < R * M && n >= row0) y[(size_t)(tg.y * M + lane % M) * N + n] = O(t);
+}

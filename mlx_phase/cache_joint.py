@@ -1,0 +1,89 @@
+"""Keys and values of a cache in one array, for as long as only traced steps use them.
+
+One write then serves both. Code of mlx-lm sees keys and values as ever: whoever asks
+such a cache for them, or for what is made of them, makes a plain cache of it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from .class_swap import mixed
+
+# A cache that is asked within so many tokens of a step, so many times in a row, stays
+# plain: to join it copies all of it.
+SOON, TIMES = 16, 3
+_asked: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
+# Held for a whole step, or another thread that asks would take caches from under it.
+USING = threading.RLock()
+
+
+def _held(name: str) -> property:
+    return property(
+        lambda c: getattr(part(c), name), lambda c, value: setattr(part(c), name, value)
+    )
+
+
+class _Joint:
+    """Mixed into a cache's class by :func:`join`.
+
+    kv [2 B, Hkv, length, D]: keys, then values. since: its offset when it was joined,
+    and by which thread.
+    """
+
+    keys, values = _held("keys"), _held("values")
+    nbytes = property(lambda c: c.kv.nbytes)
+
+    def empty(self) -> bool:
+        return False
+
+    def __reduce_ex__(self, protocol):
+        return part(self).__reduce_ex__(protocol)
+
+
+JOINT = mixed(_Joint, KVCache)
+
+
+def part(c: Any) -> Any:
+    """Make a joint cache the plain one that it was; gives the cache."""
+    own = vars(c)
+    with USING:
+        # A cache that is just made, as by `type(c).from_state`, has none.
+        if (kv := own.get("kv")) is not None:
+            # Arrays of their own, so that each can be written in place.
+            halves, (since, thread) = [*map(mx.contiguous, mx.split(kv, 2))], c.since
+            if thread != threading.get_ident():
+                # No other thread evaluates what is to be done on a stream of this one.
+                mx.eval(halves)
+            own["keys"], own["values"] = halves
+            _asked[c] = _asked.get(c, 0) + 1 if c.offset - since < SOON else 0
+        c.__class__ = KVCache
+        own.pop("kv", None), own.pop("since", None)
+    return c
+
+
+def join(c: Any) -> None:
+    """Join a plain cache, unless it is empty, uneven or asked too often."""
+    k, v = c.keys, c.values
+    if k is None or k.shape != v.shape or k.dtype != v.dtype:
+        return
+    if _asked.get(c, 0) < TIMES:
+        c.kv, c.since = mx.concatenate([k, v]), (c.offset, threading.get_ident())
+        c.__class__ = JOINT
+        del vars(c)["keys"], vars(c)["values"]
+
+
+def join_plain(caches: Sequence[Any], apart: Collection[int]) -> None:
+    """Join the plain caches, but for those of layers ``apart``."""
+    for layer, c in enumerate(caches):
+        if layer in apart:
+            if type(c) is JOINT:
+                part(c)
+        elif type(c) is KVCache:
+            join(c)

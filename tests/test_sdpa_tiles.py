@@ -1,0 +1,144 @@
+"""Decode attention on matrices: two tiles of 16 keys a step, and the planned tiles."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import sdpa_case
+import tolerance
+from sdpa_case import NAN, form, matrix_plan, poisoned
+
+from mlx_phase.chip import lookup
+from mlx_phase.launch import attention
+from mlx_phase.plan_attention import plan_sdpa
+from mlx_phase.problem import Sdpa
+
+MIXED = form(8, 4, 64)
+
+
+def plan(case: sdpa_case.Case, rows: int = 8, chunk: int = 64, simdgroups: int = 2):
+    """Two tiles a step: 64 keys of two simdgroups."""
+    return matrix_plan(case, rows, chunk, simdgroups, keys=32)
+
+
+FORMS = [
+    ("bfloat16", (64, 64), form(16, 16, 64)),
+    ("bfloat16", (128, 128), form(8, 8, 64)),
+    ("bfloat16", (128, 128), form(4, 4, 64)),
+    ("float16", (64, 64), form(4, 8, 32)),
+    ("bfloat16", (192, 128), form(16, 4, 64)),
+    ("float32", (64, 64), form(8, 16, 32)),
+]
+
+
+@pytest.mark.parametrize("dtype,dims,bits", FORMS, ids=str)
+def test_every_form(dtype, dims, bits):
+    case = sdpa_case.case(
+        dims=dims, q_len=3, k_len=109, dtype=dtype, causal=True, **bits
+    )
+    out = case.check(plan(case), tuple(map(poisoned, case.caches())))
+    assert mx.isfinite(out).all().item()
+
+
+@pytest.mark.parametrize("k_len", [1, 16, 17, 31, 33, 63, 64, 65, 127, 129])
+def test_every_tail(k_len):
+    case = sdpa_case.case(k_len=k_len, **MIXED)
+    case.check(plan(case), tuple(map(poisoned, case.caches())))
+
+
+@pytest.mark.parametrize("kind", ["bool", "bfloat16"])
+def test_masks_and_sinks(kind):
+    mask = sdpa_case.random_mask((2, 1, 3, 150), kind)
+    case = sdpa_case.case(
+        q_len=3, k_len=150, batch=2, mask=mask, sinks=True, causal=True, **MIXED
+    )
+    case.check(plan(case))
+
+
+@pytest.mark.parametrize("window", [1, 20, 100])
+def test_window(window):
+    """What no row sees is not looked at, whole steps of 64 keys at a time."""
+    case = sdpa_case.case(q_len=4, k_len=200, causal=True, window=window, **MIXED)
+    hidden = mx.arange(200)[:, None] < (200 - 4 - window + 1) // 64 * 64
+    caches = [
+        (codes, mx.where(hidden, NAN, scales), mx.where(hidden, NAN, biases))
+        for codes, scales, biases in case.caches()
+    ]
+    out = case.run(plan(case), caches)
+    tolerance.assert_close(out, *case.oracle(), "bfloat16")
+
+
+def test_lens_end_the_keys_of_each_batch_row():
+    lens = [0, 33, 64, 150]
+    case = sdpa_case.case(q_len=2, k_len=150, batch=4, causal=True, lens=lens, **MIXED)
+    out = case.check(plan(case))
+    assert (out[0] == 0).all().item()
+    caches = case.caches()
+    for b, n in enumerate(lens[1:], 1):
+        problem = replace(case.problem, batch=1, lens=False)
+        alone = replace(case, problem=problem, extras={}, q=case.q[b : b + 1])
+        cut = [tuple(x[b : b + 1, :, :n] for x in cache) for cache in caches]
+        tolerance.assert_bits(out[b : b + 1], alone.run(plan(case), cut))
+
+
+@pytest.mark.parametrize("last", [4, 33, 64, 66, 98, 130])
+def test_rows_have_the_bits_of_single_rows(last):
+    case = sdpa_case.case(q_len=4, k_len=last, causal=True, **MIXED)
+    caches = case.caches()
+    out = case.check(plan(case, rows=16), caches)
+    for i in range(4):
+        one = replace(
+            case, problem=replace(case.problem, q_len=1), q=case.q[:, :, i : i + 1]
+        )
+        cut = [tuple(x[:, :, : last - 3 + i] for x in cache) for cache in caches]
+        tolerance.assert_bits(out[:, :, i : i + 1], one.run(plan(case), cut))
+
+
+@pytest.mark.parametrize("more", [dict(window=70), dict(batch=2, lens=(33, 330))])
+def test_chunks_in_turns_change_no_bit(more):
+    """The keys of the next chunk are asked for before this one is merged."""
+    case = sdpa_case.case(
+        heads=(8, 2), q_len=2, k_len=330, causal=True, **more, **MIXED
+    )
+    caches = tuple(map(poisoned, case.caches()))
+    want = case.check(plan(case), caches)
+    for threadgroups in (1, 8):
+        turns = replace(plan(case), threadgroups=threadgroups)
+        tolerance.assert_bits(case.run(turns, caches), want)
+
+
+@pytest.mark.parametrize("dim,rows", [(64, 16), (256, 8)])
+def test_parts_are_added_in_passes(dim, rows):
+    """Two blocks of 16 rows, or long heads: threadgroup memory holds a part of o."""
+    case = sdpa_case.case(
+        heads=(8, 1), dims=(dim, dim), q_len=4, k_len=140, causal=True
+    )
+    case.check(matrix_plan(case, rows, 64, 4))
+
+
+# Bits of K and V, head_dim, group -> chunk, keys, threadgroups of a kv head that were
+# fastest at 8k, 32k and 128k keys in bench/results/h200-attention-sweep.txt, if there.
+PLANNED = [
+    (16, 16, 128, 64, 256, 16, (32, 43, 47)),
+    (16, 16, 64, 64, 256, 16, (32, 64, 64)),
+    (16, 16, 256, 64, 256, 16, (32, 128, 128)),
+    (8, 8, 128, 64, 256, 32, (32, 32, 32)),
+    (4, 4, 128, 64, 512, 32, (16, 32, 32)),
+    (8, 4, 128, 64, 256, 32, None),
+    (16, 4, 128, 64, 256, 16, None),
+    (4, 4, 256, 64, 256, 16, None),
+    (8, 8, 128, 32, 256, 16, None),
+]
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=str)
+def test_planned_tiles(row):
+    k_bits, v_bits, dim, group, chunk, keys, turns = row
+    heads = (16, 2) if dim == 256 else (32, 8)
+    problem = Sdpa(*heads, dim, dim, **form(k_bits, v_bits, group))
+    chosen = plan_sdpa(problem, lookup("h200"))
+    assert chosen.kernel.startswith("sdpa_matrix")
+    assert (chosen.chunk, chosen.keys) == (chunk, keys)
+    for k_len, want in zip((8192, 32768, 131072), turns or (), strict=False):
+        found = attention.turns(problem, chosen, -(-k_len // chunk))
+        assert found == want
