@@ -18,6 +18,7 @@ from .gather_ops import gathered
 from .gather_ops import kernel_route as gather_route
 from .ops import MAX_M, Bound, Route, route_linear, route_quantized, stock_route
 from .plan_gather import MAX_PAIRS
+from .plan_qmm import bucket
 from .problem import Gather
 from .siblings import Siblings
 
@@ -44,12 +45,17 @@ class _Phase:
     _exact: bool = True
 
     def _find(self, x: mx.array) -> Bound:
+        key, M = (x.shape, x.dtype), x.size // max(1, x.shape[-1])
+        if many := M > MAX_M:
+            # One for all prompts with one plan. A trace would hardly be used again.
+            key = bucket(M), x.shape[-1], x.dtype
+            if (bound := self._routes.get(key)) is not None:
+                return bound
         route = stock_route(TRAINING) if self._train else self._choose(x)
-        few = x.size <= MAX_M * x.shape[-1] and len(self._routes) < MAX_CACHED
-        # A trace of a prompt's length would hardly be used again.
-        bound = Bound(route, self._weights(), trace=few)
-        if few:
-            self._routes[x.shape, x.dtype] = bound
+        keep = len(self._routes) < MAX_CACHED
+        bound = Bound(route, self._weights(), trace=keep and not many)
+        if keep:
+            self._routes[key] = bound
             _BOUND[id(self)] = self
         return bound
 

@@ -52,9 +52,11 @@ class SdpaPlan:
 # chunk, lanes, keys, simdgroups, most rows. First match wins, the last rows are any
 # other chip. A lane of the vector kernel holds about 16 floats of q and o per row (128
 # / 16 lanes, twice). H200, bf16, 32/8 heads of 128, 32k keys, 2026-11-29, us with the
-# reduce: vector 99.5, matrix: see below. Unmeasured on Apple.
+# reduce: vector 99.5, matrix: see below. 16 rows of 256 spill: 16/2 heads, 32k keys, 4
+# queries take 76.9 with them and 54.6 with 8. Unmeasured on Apple.
 _TILES = (
-    ("Hopper", 1, 256, "sdpa_matrix", 256, 4, 16, 4, 16),
+    ("Hopper", 1, 128, "sdpa_matrix", 256, 4, 16, 4, 16),
+    ("Hopper", 1, 256, "sdpa_matrix", 256, 4, 16, 4, 8),
     ("Hopper", 1, 64, "sdpa_split", 256, 8, 4, 4, 4),
     ("Hopper", 1, 128, "sdpa_split", 256, 16, 4, 4, 4),
     ("Hopper", 1, 256, "sdpa_split", 128, 32, 4, 4, 4),

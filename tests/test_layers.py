@@ -174,6 +174,25 @@ def test_new_weights_get_new_routes():
     assert close(layer(x), other(x))
 
 
+def test_prompts_of_one_plan_are_looked_up_once(monkeypatch):
+    layer, asked = quantised(96, 128, group_size=64, bits=4), []
+    mlx_phase.patch(layer)
+    choose = layers.PhaseQuantizedLinear._choose
+    kept = lambda self, x: asked.append(x.shape) or choose(self, x)  # noqa: E731
+    monkeypatch.setattr(layers.PhaseQuantizedLinear, "_choose", kept)
+    ops.reset_served()
+    for shape in [(20, 128), (1, 31, 128), (2, 10, 128), (40, 128), (25, 128)]:
+        x = mx.random.normal(shape)
+        assert close(layer(x), nn.QuantizedLinear.__call__(layer, x))
+    assert asked == [(20, 128), (40, 128)]
+    assert sum(ops.served().kernels.values()) == 5
+    layer.update(quantised(96, 128, group_size=64, bits=4).parameters())
+    assert close(layer(x), nn.QuantizedLinear.__call__(layer, x))
+    assert len(asked) == 3
+    with pytest.raises(ValueError, match="quantized_matmul"):
+        layer(mx.zeros((20, 64)))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: loads(dumps(m))])
 def test_patched_layers_can_be_copied_and_pickled(copied):
     layer, x = quantised(96, 128, group_size=64, bits=4), cases.activations(1, 128)
