@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from mlx_phase.models import load
 from mlx_phase.problem import FP_MODES, Matmul
 
 Row = dict[str, Any]
+Rows = Iterator[list[Row]]  # of one case each, to be kept at once
 HOST = Matmul(1, 512, 512)
 ALL_ROWS = ",".join(map(str, small_m_suite.ROWS))
 PREFILL_ROWS = ",".join(map(str, prefill_suite.ROWS))
@@ -147,7 +148,7 @@ def matmul_rows(
     args: argparse.Namespace,
     env: Environment,
     err: Console,
-) -> list[Row]:
+) -> Rows:
     """Rows of a suite of products; cases beyond the time budget are named, not run."""
     if env.executor == "cpu" and not args.shapes:
         raise BenchError("the default shapes take hours in emulation: give small "
@@ -155,9 +156,7 @@ def matmul_rows(
     return sweep(name, suite, chosen_cases(args, suite, all_rows), args, env, err)
 
 
-def attention_rows(
-    args: argparse.Namespace, env: Environment, err: Console
-) -> list[Row]:
+def attention_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
     """Rows of the attention suite, as `matmul_rows`."""
     if env.executor == "cpu" and not args.k_lens:
         raise BenchError("the default lengths take hours in emulation: give short "
@@ -171,7 +170,7 @@ def attention_rows(
     return sweep("attention", attention_suite, cases, args, env, err)
 
 
-def moe_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+def moe_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
     """Rows of the suite of experts, as `matmul_rows`; --rows are tokens."""
     rows = args.rows and numbers(args.rows, "--rows")
     cases = moe_suite.chosen(rows, args.quick, env)
@@ -185,10 +184,10 @@ def sweep(
     args: argparse.Namespace,
     env: Environment,
     err: Console,
-) -> list[Row]:
+) -> Rows:
     """``suite.measure_case`` of every case until the time budget is spent."""
     events = gpu_time.cuda_events if env.executor == "cuda" else None
-    start, rows, done, plan_of = time.monotonic(), [], 0, effort(args)
+    start, done, plan_of = time.monotonic(), 0, effort(args)
     if events is not None:
         warm_profiler(events, err)
     for case in track(cases, name, console=err, transient=True):
@@ -197,7 +196,7 @@ def sweep(
         done += 1
         try:
             found = suite.measure_case(case, env, plan_of, gpu_events=events)
-            rows += found if isinstance(found, list) else [found]
+            yield found if isinstance(found, list) else [found]
         except NoiseError as noise:
             err.print(f"no row: {noise}; try a longer --chain")
         except RuntimeError as error:
@@ -205,7 +204,6 @@ def sweep(
             err.print(f"no row: {suite.describe(case)}: {error}", markup=False)
     for case in cases[done:]:
         err.print(f"not run, time budget: {suite.describe(case)}")
-    return rows
 
 
 def warm_profiler(events: gpu_time.Recorder, err: Console) -> None:
@@ -216,17 +214,16 @@ def warm_profiler(events: gpu_time.Recorder, err: Console) -> None:
         err.print(f"wall times instead of GPU times: {missing}", markup=False)
 
 
-def host_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+def host_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
     """The host cost of a launch, ours against stock."""
-    return [kernel_suite.host_case(HOST, env, effort(args))]
+    yield [kernel_suite.host_case(HOST, env, effort(args))]
 
 
-def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[Row]:
+def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
     """Stock and patched generation of every model, interleaved."""
     if args.tokens < 2 or args.prompt_tokens < 1:
         raise BenchError("--tokens must be at least 2 and --prompt-tokens at least 1")
     repeats = effort(args).repeats
-    rows = []
     for spec in args.models.split(","):
         with err.status(f"loading {spec}"):
             loaded = load(spec)
@@ -245,12 +242,11 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> list[R
             )
         found = endtoend.rows(result, env)
         table.show(Console(), result, found, env, loaded.source)
-        rows += found
+        yield found
         del loaded, result
-    return rows
 
 
-RUN: dict[str, Callable[..., list[Row]]] = {
+RUN: dict[str, Callable[..., Rows]] = {
     "decode": partial(matmul_rows, "decode", kernel_suite, "1"),
     "small_m": partial(matmul_rows, "small_m", small_m_suite, ALL_ROWS),
     "prefill": partial(matmul_rows, "prefill", prefill_suite, PREFILL_ROWS),
@@ -285,11 +281,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env.executor == "cpu":
             err.print(EMULATION)
         for suite in suites:
-            rows = RUN[suite](args, env, err)
+            rows = []
+            for found in RUN[suite](args, env, err):
+                rows += found
+                if args.json is not None:
+                    record.append(args.json, found)
             if rows and suite != "e2e":
                 show(rows)
-            if args.json is not None:
-                record.append(args.json, rows)
     except (BenchError, NoiseError, ModelError, ExecutorError, OSError) as error:
         print(f"bench/kernels.py: error: {error}", file=sys.stderr)
         return 2

@@ -266,6 +266,20 @@ def test_the_decode_suite_appends_rows(sweeps, capsys, tmp_path, device, monkeyp
     assert "128x64" in out.out
 
 
+def test_a_run_that_is_cut_off_keeps_its_rows(sweeps, tmp_path, device, monkeypatch):
+    def cut(problem, *args, **options):
+        if problem.M == 2:
+            raise KeyboardInterrupt
+        return real(problem, *args, clock=device.clock, **options)
+
+    real, path = kernel_suite.measure_case, tmp_path / "rows.jsonl"
+    monkeypatch.setattr(kernel_suite, "measure_case", cut)
+    options = "--suite decode --shapes 128x64 --rows 1,2 --dtypes float16 --chain 1,2"
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.main([*options.split(), "--json", str(path)])
+    assert [r["M"] for r in record.read(path)] == [1]
+
+
 def test_the_budget_stops_the_sweep_and_names_what_is_left(sweeps, capsys):
     code, out = run(
         sweeps, capsys, "--suite decode --shapes 128x64 --rows 1,2 --budget -1"
