@@ -56,8 +56,9 @@ _FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("", 1, 24))
 _ROWS = ((4, 4), (8, 2), (16, 1))
 
 # Families whose instructions bound a decode step: they get the sums of lean.h. Hopper
-# waits for memory, and a half costs an instruction to widen there. CPU: as Apple.
-_LEAN = ("Apple", "CPU")
+# waits for memory, and a half costs an instruction to widen there. CPU: barriers and
+# shuffles cost the emulation more, from 4 rows on it takes twice the time.
+_LEAN = ("Apple",)
 # M up to -> rows, simdgroups for each that splits K: more than 2 of them share x, and
 # up to 32 accumulators a lane pay. Predicted by counters (docs/counters.md; 11.3 cycles
 # a weight at M = 8 with 4 rows, 12.9 with 2), unmeasured on Apple.

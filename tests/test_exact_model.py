@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import sys
 import threading
 
 import mlx.core as mx
@@ -12,8 +13,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from test_traced import model
 
 import mlx_phase
-from mlx_phase import attention_ops, ops
-from mlx_phase.plan import MAX_M
+from mlx_phase import attention_ops, ops, routes
+from mlx_phase.chip import CPU, lookup
+from mlx_phase.plan import MAX_M, plan
+from mlx_phase.problem import Matmul
 
 # Compiling takes most of the time, and each M is a kernel of its own: both sides of
 # each change of the plans' tiles, or every M if asked for.
@@ -73,6 +76,33 @@ def test_a_verification_has_the_bits_of_single_steps(family, bits, batch):
         if length and not odd:
             have = step(m, caches, tokens[:, START : START + length])
             tolerance.assert_bits(have, want[:, :length])
+    assert not ops.served().stock
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """Plans are those of a Mac: its kernels, on the CPU."""
+    chip = lookup("m4-max")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_phase") and hasattr(module, "device_chip"):
+            monkeypatch.setattr(module, "device_chip", lambda: chip)
+    routes.start_anew()
+    yield chip
+    routes.start_anew()
+
+
+def test_a_verification_on_a_mac_has_the_bits_of_single_steps(mac):
+    m = model("llama", mx.bfloat16)
+    mlx_phase.patch(m, check=False)
+    caches = caches_of(m, 0)
+    m(TOKENS[:1, :START], cache=caches)
+    ops.reset_served()
+    drafts = TOKENS[:1, START : START + 8]
+    want = singles(m, caches, drafts)
+    for rows in (3, 8):
+        tolerance.assert_bits(step(m, caches, drafts[:, :rows]), want[:, :rows])
+    assert plan(Matmul(8, 64, 64), mac).lean and not plan(Matmul(8, 64, 64), CPU).lean
+    assert {"qmv_qkv", "qmv_glu"} <= {name.split()[0] for name in ops.served().kernels}
     assert not ops.served().stock
 
 
