@@ -16,7 +16,7 @@ from mlx_lm.models.step3p5 import ClampedSwiGLU
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 
 import mlx_phase
-from mlx_phase import ops, patch_experts, step_patch
+from mlx_phase import ops, patch_experts, step_patch, switch_layers
 from mlx_phase.switch_layers import Gate, gate_of
 
 TOKENS = mx.random.randint(0, 96, (1, 60), key=mx.random.key(4))
@@ -96,6 +96,22 @@ def test_new_weights_are_used():
     # Another layer, which is stock: so is the block.
     assert type(m) is SwitchGLU
     close(m(x, indices), type(m).__call__(copy.deepcopy(m), x, indices))
+
+
+def test_prompts_of_one_plan_are_looked_up_once(monkeypatch):
+    m, stock, asked = block(), block(), []
+    mlx_phase.patch(m)
+    real = switch_layers.experts_call
+    kept = lambda *a: asked.append(a[-1].shape) or real(*a)  # noqa: E731
+    monkeypatch.setattr(switch_layers, "experts_call", kept)
+    for rows, k in ((20, 2), (31, 2), (30, 1), (20, 2), (70, 2)):
+        x, indices = inputs(rows, k)
+        close(m(x, indices), stock(x, indices))
+        flat = x.reshape(-1, 128), indices.reshape(-1, k)
+        close(m(*flat), stock(*flat))
+    assert asked == [(1, 20, 2), (1, 30, 1), (1, 70, 2)]
+    m.update(block(seed=1).parameters())
+    close(m(x, indices), block(seed=1)(x, indices))
 
 
 def odd(up: mx.array, gate: mx.array) -> mx.array:
