@@ -180,7 +180,12 @@ def bucket(problem: Gather) -> Gather:
     so that routes and compiled kernels are few."""
     if not in_tiles(problem):
         return problem
-    return replace(problem, pairs=1 << (problem.pairs - 1).bit_length())
+    return replace(problem, pairs=pairs_bucket(problem.pairs))
+
+
+def pairs_bucket(pairs: int) -> int:
+    """The number that stands for ``pairs`` sorted ones: the next power of two."""
+    return 1 << (pairs - 1).bit_length()
 
 
 def _told(p: GatherPlan, g: Gather, chip: Chip) -> GatherPlan:

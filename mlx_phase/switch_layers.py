@@ -18,6 +18,7 @@ from .gather_ops import kernel_route, tile_list
 from .layers import MAX_CACHED, PhaseQuantizedSwitchLinear
 from .parents import _Parent, release_parent
 from .plan import MAX_M
+from .plan_gather import pairs_bucket
 from .problem import Gather
 from .routes import Route
 
@@ -104,7 +105,7 @@ class Experts(_Parent):
             return ()
         if x.size > MAX_M * x.shape[-1]:
             # Prompts of any length share what serves as many pairs.
-            pairs = 1 << (indices.size - 1).bit_length()
+            pairs = pairs_bucket(indices.size)
             key = (pairs, indices.shape[-1], indices.dtype, x.shape[-1], x.dtype)
             if (known := self._traces.get(key)) is not None:
                 return known

@@ -35,7 +35,6 @@ _RESULT = re.compile(
 )
 _NAMES = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"^([\w.]+):")
-_TYPE = re.compile(r"\b(i\d+|half|bfloat|float|double|ptr)\b")
 _CALLEE = re.compile(r"@(?:llvm\.)?([\w]+)")
 _OURS = re.compile(r"emu_|__tsan|_GLOBAL_|__cxx_global|tsan\.|_Z.*3emu")
 #: LLVM instruction -> kind; those that are not here cost nothing.

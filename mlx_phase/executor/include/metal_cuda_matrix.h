@@ -134,8 +134,6 @@ MSL_FN void msl_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memor
 template <int BATCHES> MSL_FN void msl_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(BATCHES) : "memory");
 }
-// The line of 128 bytes that p is in goes to the L2 cache.
-MSL_FN void msl_prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // One instruction, exp2f looks after denormal numbers with three more.
 MSL_FN float msl_exp2(float x) {
