@@ -53,32 +53,34 @@ METAL_FUNC void column_squares(thread float* sq, const uint lane) {
 // The other code of a pair is so far behind.
 template <int bits> METAL_FUNC constexpr int code_partner() { return 16 / bits; }
 
-// Where a simdgroup's R tiles of 16 rows lie: the first half of them from row `first` of one matrix on, the
-// others from `second` of another or the same. fold: rows i and i + 8 of a tile are neighbours.
+// Where a simdgroup's tiles lie: rows 0 to 7 of tile t are those of w from first + t step on, `stride` apart,
+// rows 8 to 15 those of w2 from second + t step on. So a lane has the sums of both rows of a pair.
 template <typename T>
 struct Tiles {
   const device uint *w, *w2;
   const device T *s, *s2, *b, *b2;
-  int first, second;
-  bool fold;
+  int first, second, step, stride;
 };
 template <typename T>
 METAL_FUNC Tiles<T> tiles_at(
     const device uint* w, const device T* s, const device T* b, const device uint* w2, const device T* s2,
-    const device T* b2, const int first, const int second, const bool fold) {
+    const device T* b2, const int first, const int second, const int step, const int stride) {
   Tiles<T> at;
   at.w = w; at.s = s; at.b = b;
   at.w2 = w2; at.s2 = s2; at.b2 = b2;
-  at.first = first; at.second = second; at.fold = fold;
+  at.first = first; at.second = second; at.step = step; at.stride = stride;
   return at;
 }
-// Row i of the 16 R: of the first or second matrix.
-template <int R>
-METAL_FUNC bool in_first(const int i) { return i < (R + 1) / 2 * 16; }
-template <int R, typename T>
+// Tiles of neighbours, from `row` on.
+template <typename T>
+METAL_FUNC Tiles<T> tiles_at(const device uint* w, const device T* s, const device T* b, const int row) {
+  return tiles_at(w, s, b, w, s, b, row, row + 8, 16, 1);
+}
+// Row i of the tiles.
+METAL_FUNC bool in_first(const int i) { return i % 16 < 8; }
+template <typename T>
 METAL_FUNC int tile_row(const Tiles<T> at, const int i) {
-  const int r = i % 16, t = i - r;
-  return (in_first<R>(i) ? at.first + t : at.second + t - (R + 1) / 2 * 16) + (at.fold ? r % 8 * 2 + r / 8 : r);
+  return (in_first(i) ? at.first : at.second) + i / 16 * at.step + i % 8 * at.stride;
 }
 
 // A step is U groups of each row. Words of a row's codes and scales there, of all rows' in a stage.
@@ -118,13 +120,13 @@ METAL_FUNC void load_stage(
     const int i = j * 32 + lane, row = i / C, c = i % C;
     copy_run<4, WIDE>(
         stage + row * RW + (c ^ chunk_turn<RW>(row)) * 4,
-        (in_first<R>(row) ? at.w : at.w2) + (size_t)tile_row<R>(at, row) * (K / 32 * bits) + step * RW + c * 4);
+        (in_first(row) ? at.w : at.w2) + (size_t)tile_row(at, row) * (K / 32 * bits) + step * RW + c * 4);
   }
   UNROLL for (int j = 0; j < R; j++) {
     const int i = j * 32 + lane, row = i % (16 * R);
-    const device T* p = i < 16 * R ? (in_first<R>(row) ? at.s : at.s2) : in_first<R>(row) ? at.b : at.b2;
+    const device T* p = i < 16 * R ? (in_first(row) ? at.s : at.s2) : in_first(row) ? at.b : at.b2;
     copy_run<NS, WIDE>(
-        stage + 16 * R * RW + i * NS, p + (size_t)tile_row<R>(at, row) * (K / group) + step * U);
+        stage + 16 * R * RW + i * NS, p + (size_t)tile_row(at, row) * (K / group) + step * U);
   }
 }
 // The same words back, aligned for vectors of two or four.
@@ -320,3 +322,5 @@ METAL_FUNC void code_product(
     code_rows<T, bits, group, NB, R, KS, U, ST, false, NORM>(x, nw, at, stages, acc, sq, M, K, ks, lane);
   share_sums<A, KS, NB, NORM>(acc, sq, (threadgroup float*)shared, ks, lane);
 }
+// The first sum of pair i of a lane; the second is two behind it.
+METAL_FUNC int pair_sum(const int i) { return i / 2 * 4 + i % 2; }

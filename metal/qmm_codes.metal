@@ -10,8 +10,8 @@ if (!ONE) for (int i = 0; i + 1 < x_ndim; i++) M *= x_shape[i];
 const uint ks = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 // The last tiles move back to stay inside; rows they share with those before are not stored.
 const int row0 = threadgroup_position_in_grid.x * R * 16, row = min(row0, N - R * 16);
-const Tiles<T> at = tiles_at(w, scales, biases, w, scales, biases, row, row + (R + 1) / 2 * 16, false);
-code_product<T, bits, group, NB, R, KS, U, ST, false>(x, x, at, shared, M, K, ks, lane);
+code_product<T, bits, group, NB, R, KS, U, ST, false>(
+    x, x, tiles_at(w, scales, biases, row), shared, M, K, ks, lane);
 for (int i = ks; i < A; i += KS) {
   const int n = row + sum_row<NB>(i, lane), m = sum_column<NB>(i, lane);
   const float t = tile_sum<A, KS>((const threadgroup float*)shared, i, lane);
@@ -26,8 +26,7 @@ int M = 1;
 if (!ONE) for (int i = 0; i + 1 < x_ndim; i++) M *= x_shape[i];
 const uint ks = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 const int row0 = threadgroup_position_in_grid.x * R * 16, row = min(row0, N - R * 16);
-const Tiles<T> at = tiles_at(w, s, b, w, s, b, row, row + (R + 1) / 2 * 16, false);
-code_product<T, bits, group, NB, R, KS, U, ST, false>(x, x, at, shared, M, K, ks, lane);
+code_product<T, bits, group, NB, R, KS, U, ST, false>(x, x, tiles_at(w, s, b, row), shared, M, K, ks, lane);
 for (int i = ks; i < A; i += KS) {
   const int n = row + sum_row<NB>(i, lane), m = sum_column<NB>(i, lane);
   const float t = tile_sum<A, KS>((const threadgroup float*)shared, i, lane);
@@ -36,18 +35,19 @@ for (int i = ks; i < A; i += KS) {
 
 //! kernel qmm_codes_glu (x, nw, w0, s0, b0, w1, s1, b1) -> (y)
 // y = act(norm(x) W0^T) * (norm(x) W1^T); EPS: the bits of the norm's epsilon
-const int A = R * NB * 4, H = A / 2, N = w0_shape[0], K = w0_shape[1] * 32 / bits;
+const int A = R * NB * 4, N = w0_shape[0], K = w0_shape[1] * 32 / bits;
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, R, KS, U, ST, NORM>()];
 const threadgroup float* part = (const threadgroup float*)shared;
 int M = 1;
 if (!ONE) for (int i = 0; i + 1 < x_ndim; i++) M *= x_shape[i];
 const uint ks = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 const int row0 = threadgroup_position_in_grid.x * R * 8, row = min(row0, N - R * 8);
-const Tiles<T> at = tiles_at(w0, s0, b0, w1, s1, b1, row, row, false);
+const Tiles<T> at = tiles_at(w0, s0, b0, w1, s1, b1, row, row, 8, 1);
 code_product<T, bits, group, NB, R, KS, U, ST, NORM>(x, nw, at, shared, M, K, ks, lane);
-for (int i = ks; i < H; i += KS) {
-  const int n = row + sum_row<NB>(i, lane), m = sum_column<NB>(i, lane), ALL = NORM ? A + 2 * NB : A;
+for (int p = ks; p < A / 2; p += KS) {
+  const int i = pair_sum(p), n = tile_row(at, sum_row<NB>(i, lane)), m = sum_column<NB>(i, lane);
+  const int ALL = NORM ? A + 2 * NB : A;
   const float f = NORM ? tile_scale<A, KS, NB>(part, i, K, as_type<float>(EPS), lane) : 1;
-  const float gate = tile_sum<ALL, KS>(part, i, lane) * f, up = tile_sum<ALL, KS>(part, i + H, lane) * f;
+  const float gate = tile_sum<ALL, KS>(part, i, lane) * f, up = tile_sum<ALL, KS>(part, i + 2, lane) * f;
   if (n >= row0 && m < M) y[(size_t)m * N + n] = T(activate<ACT>(gate) * up);
 }

@@ -40,11 +40,11 @@ _FROM = (("Hopper", 2048),)
 # (4, 4, 16) and 9.0 us with (4, 2, 32).
 _TILES = ((8192, 8192, 4, 2, 32), (8192, 0, 2, 4, 32), (0, 0, 4, 4, 16))
 
-# Kernel of a block's launch -> the same on matrix units, and its least rows.
+# Kernel of a block's launch -> the same on matrix units.
 _BLOCK = {
-    "qmv_add": ("qmm_codes_add", 16),
-    "qmv_glu": ("qmm_codes_glu", 32),
-    "qmv_qkv": ("qmm_codes_qkv", 32),
+    "qmv_add": "qmm_codes_add",
+    "qmv_glu": "qmm_codes_glu",
+    "qmv_qkv": "qmm_codes_qkv",
 }
 
 
@@ -86,19 +86,14 @@ def _fits(p: Matmul, ks: int, groups: int, rows: int) -> bool:
     return even and ks * STAGES * rows * step <= _SHARED
 
 
-def plan_codes(
-    problem: Matmul, chip: Chip, kernel: str = "qmm_codes", least: int = 16
-) -> CodesPlan:
-    """The plan of ``qmm_codes``, or of ``kernel`` with at least ``least`` rows.
-
-    ValueError if :func:`supports_codes` says no.
-    """
+def plan_codes(problem: Matmul, chip: Chip, kernel: str = "qmm_codes") -> CodesPlan:
+    """The plan of ``kernel``; ValueError if :func:`supports_codes` says no."""
     if (why := supports_codes(problem)) is not None:
         raise ValueError(f"no matrix kernel for {problem}: {why}")
     ks, groups, rows = next(
         t[2:] for t in _TILES if problem.N >= t[0] and problem.K >= t[1]
     )
-    tries = product((ks, ks // 2, 1), (groups, 2), (max(rows, least), least))
+    tries = product((ks, ks // 2, 1), (groups, 2), (rows, 16))
     ks, groups, rows = next(t for t in tries if _fits(problem, *t))
     reason = f"M = {problem.M} rows as columns of a matrix, K over {ks} simdgroups"
     found = CodesPlan(kernel, rows, ks, ks, 1, True, reason, groups)
@@ -127,11 +122,10 @@ def plan_block(
 
     normed: x is normed in the launch. dims: head_dim and how many of it rotate.
     """
-    name, least = _BLOCK[kernel]
     whole = replace(members[0], N=sum(m.N for m in members))
     if not _block_on_codes(kernel, members, whole, chip, normed, dims):
         return plan_fused(kernel, members, chip)
-    return plan_codes(whole, chip, name, least)
+    return plan_codes(whole, chip, _BLOCK[kernel])
 
 
 def _block_on_codes(

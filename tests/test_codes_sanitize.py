@@ -54,14 +54,14 @@ def test_fused():
     add = fused.prepare_add(Matmul(M, 40, K, dtype), tile("qmm_codes_add"))
     assert add(x, *qs[0].args, res).shape == (M, 40)
     glu = fused.prepare_glu(
-        Matmul(M, 40, K, dtype), "silu", case.EPS, tile("qmm_codes_glu", 32)
+        Matmul(M, 40, K, dtype), "silu", case.EPS, tile("qmm_codes_glu", 16)
     )
     assert glu(x, weight, *qs[0].args, *qs[0].args).shape == (M, 40)
     members = tuple(Matmul(M, n, K, dtype) for n in (64, 32, 32))
     for traditional, bias in ((False, True), (True, False)):
         rotary = fused.Rotary(32, 32, traditional)
         cs = mx.array(case.angles(M, 5, 32, 32, traditional).astype(np.float32))
-        p = tile("qmm_codes_qkv", 32)
+        p = tile("qmm_codes_qkv", 32 if bias else 16)
         qkv = fused.prepare_qkv(members, rotary, case.EPS, bias, p)
         arrays = [a for q in qs[1:] for a in q.args]
         biases = [case.vector(m.N, dtype, m.N) for m in members] if bias else []
