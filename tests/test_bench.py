@@ -66,6 +66,23 @@ def test_sides_are_warmed_up_then_interleaved():
     assert result.report == "report"
 
 
+@pytest.mark.parametrize("executor, begun", [("cuda", 2), ("cpu", 0)])
+def test_what_is_timed_is_traced_before(monkeypatch, executor, begun):
+    """Else the time to the first token has the making of a step's trace in it."""
+    tokens = []
+    real = endtoend.generate
+
+    def watched(model, prompt, n, **options):
+        tokens.append((len(prompt), n))
+        return real(model, prompt, n, **options)
+
+    monkeypatch.setattr(endtoend, "generate", watched)
+    monkeypatch.setattr(endtoend, "executor_name", lambda: executor)
+    ops.reset_served()
+    endtoend.settle(tiny(), [1, 2, 3], None)
+    assert tokens == [(3, begun)] * (begun > 0) and not ops.served()
+
+
 def test_the_answer_comes_with_the_warm_up():
     answers, runs = [], []
 

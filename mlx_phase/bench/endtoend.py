@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import ops
+from ..executor import executor_name
 from ..roofline import gbs, mbu, step_bytes
 from . import record
 from .device import Environment
@@ -112,10 +113,17 @@ class Result:
         )
 
 
-def settle(model: nn.Module) -> None:
-    """One decode step outside the clock: layers bind and trace on their first call."""
+def settle(model: nn.Module, prompt: Sequence[int] = (), kv: KV | None = None) -> None:
+    """Steps outside the clock: layers bind, and steps are traced, at their first call.
+
+    prompt: of the run to come, which this begins; not on a CPU, where nothing is
+    compiled into a trace and an emulated prompt takes long.
+    """
     with ops.counted():
-        mx.eval(model(mx.zeros((1, 1), dtype=mx.int32)))
+        if prompt and executor_name() != "cpu":
+            generate(model, prompt, 2, kv=kv)
+        else:
+            mx.eval(model(mx.zeros((1, 1), dtype=mx.int32)))
 
 
 def measure(
@@ -149,7 +157,7 @@ def measure(
         if name == "B":
             return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
         with patch(model) as report:
-            settle(model)
+            settle(model, job.prompt, job.kv)
             return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
 
     order = abba(job.repeats) if job.stock else "A" * job.repeats
@@ -174,7 +182,7 @@ def measure(
     for name in sorted(set(order)) if job.host_steps else ():
         side = sides[name]
         with patch(model) if name == "A" else nullcontext():
-            settle(model)
+            settle(model, job.prompt, job.kv)
             times = host_step(model, job.prompt, job.host_steps, kv=job.kv)
             cost = step_cost(model, job.prompt, job.kv, events)
         side.build, side.evaluate = times
