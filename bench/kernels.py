@@ -13,6 +13,7 @@ Rows and their meaning: bench/README.md.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shapes", help="K x N, e.g. 4096x14336,8192x28672")
     p.add_argument("--rows", help="values of M, e.g. 1,2,4")
     p.add_argument("--bits", help="e.g. 4,8; attention: of the cache, 16 is plain")
-    p.add_argument("--heads", help="of attention: Hq/HkvxD, e.g. 32/8x128,16/2x256")
-    p.add_argument("--q-lens", help="of attention, e.g. 1,2,4")
+    p.add_argument("--heads", help="of attention: Hq/HkvxD, e.g. 32/8x128,64/1x576/512")
+    p.add_argument("--q-lens", help="of attention, e.g. 1,4 or, of prompts, 512,2048")
     p.add_argument("--k-lens", help="of attention, e.g. 8192,32768")
     p.add_argument("--group", type=int, help="weights per scale of affine")
     p.add_argument("--modes", help="affine, mxfp4, mxfp8, nvfp4, none")
@@ -122,12 +123,13 @@ def chosen_cases(args: argparse.Namespace, suite: Any, all_rows: str) -> list[Ma
     return cases
 
 
-def heads(text: str) -> tuple[int, int, int]:
-    """``32/8x128`` as (Hq, Hkv, head_dim)."""
-    parts = text.lower().replace("/", "x").split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+def heads(text: str) -> tuple[int, ...]:
+    """``32/8x128`` as (Hq, Hkv, D), ``64/1x576/512`` as (Hq, Hkv, D, Dv)."""
+    match = re.fullmatch(r"(\d+)/(\d+)x(\d+)(?:/(\d+))?", text.lower())
+    found = tuple(int(part) for part in match.groups() if part) if match else (0,)
+    if 0 in found:
         raise BenchError(f"--heads takes Hq/HkvxD such as 32/8x128; got {text!r}")
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    return found
 
 
 def effort(args: argparse.Namespace) -> Effort:

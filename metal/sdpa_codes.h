@@ -19,20 +19,24 @@ METAL_FUNC void across(const thread uint* v, const thread uint* w, const int j, 
 // offset, are for sums. A code is exact in H: half, where T is.
 template <typename T>
 METAL_FUNC constexpr float offset() { return sizeof(T) == 2 ? 1024 : 0; }
-template <typename T, int BITS, typename H>
+template <typename T, int BITS>
+METAL_FUNC float code_at(const thread uint* w, const int e) {
+  return offset<T>() + float(w[e * BITS / 32] >> e * BITS % 32 & (1u << BITS) - 1) / unscale<BITS>(e);
+}
+template <typename T, int BITS, int E, typename H>
 METAL_FUNC void codes_along(const thread uint* w, const int j, const uint one, thread PAIR(H)* a) {
 #ifdef MSL_TENSOR_CORES
   if (sizeof(T) == 2) {
-    EACH(i, 4)
+    EACH(i, E / 2)
       a[i] = BITS == 4 ? (w[j] >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one
                        : msl_bytes(w[2 * j + i / 2], one, i % 2 ? 0x5352 : 0x5150);
     return;
   }
 #endif
-  float v[8];
-  decode8<BITS>(w, j, one, v);
-  EACH(i, 8) v[i] += offset<T>() - 1024;
-  EACH(i, 4) a[i] = pair_of<H>(v[element<BITS>(i)], v[element<BITS>(i) + partner<BITS>()]);
+  EACH(i, E / 2) {
+    const int e = element<BITS>(i), f = e + partner<BITS>();
+    a[i] = pair_of<H>(code_at<T, BITS>(w + 8 * j * BITS / 32, e), code_at<T, BITS>(w + 8 * j * BITS / 32, f));
+  }
 }
 template <typename T, int BITS, int E, typename H>
 METAL_FUNC void codes_across(
@@ -55,6 +59,20 @@ METAL_FUNC void codes_across(
     a[i] = pair_of<H>(x[i] + (offset<T>() - 1024), y[i] + (offset<T>() - 1024));
 }
 
+// From pairs of keys: 16 bits of each, as they come through threadgroup memory.
+template <typename T, int BITS, typename H>
+METAL_FUNC void codes_of_pair(const uint u, const uint one, thread PAIR(H)* a) {
+  EACH(i, 16 / BITS) {
+#ifdef MSL_TENSOR_CORES
+    if (sizeof(H) == 2) {
+      a[i] = BITS == 4 ? (u >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one : msl_bytes(u, one, i % 2 ? 0x5351 : 0x5250);
+      continue;
+    }
+#endif
+    a[i] = pair_of<H>(code_at<T, BITS>(&u, i), code_at<T, BITS>(&u, i + 16 / BITS));
+  }
+}
+
 // NG scales of a row, two of 16 bits in a word.
 template <typename T, int NG, bool WIDE>
 METAL_FUNC void load_scales(const device T* p, thread uint* w) {
@@ -68,6 +86,9 @@ template <typename T>
 METAL_FUNC float scale_at(const thread uint* w, const int g) {
   const vec<T, 2> v = as_type<vec<T, 2>>(w[g / 2]);
   return float(g % 2 ? v.y : v.x);
+}
+template <> METAL_FUNC float scale_at<bfloat>(const thread uint* w, const int g) {
+  return as_type<float>(g % 2 ? w[g / 2] & 0xffff0000 : w[g / 2] << 16);
 }
 template <> METAL_FUNC float scale_at<float>(const thread uint* w, const int g) { return as_type<float>(w[g]); }
 
@@ -91,13 +112,13 @@ METAL_FUNC void code_columns(
 
 // k or v at a kv head: DIM plain T, or codes of B bits in groups of G. LANES lanes share a row: one
 // has N runs of RUN elements, NW words each, of which U become operands at once. Runs number i of
-// all lanes are in one group.
-template <typename T, int B, int G, int DIM, int LANES>
+// all lanes are in one group. RING: those of a lane are in all chunks of 16 bytes.
+template <typename T, int B, int G, int DIM, int LANES, bool RING>
 struct Rows {
   static constexpr constant bool CODED = B < 16;
   static constexpr constant int MOST = CODED && G * B < LANES * 128 ? G / LANES : 128 / B;
-  static constexpr constant int RUN = DIM % (LANES * MOST) == 0 ? MOST : DIM % (LANES * 64 / B) == 0 ? 64 / B : 32 / B;
-  static constexpr constant int N = DIM / (LANES * RUN), BYTES = RUN * B / 8, NW = (BYTES + 3) / 4, U = RUN < 8 ? RUN : 8;
+  static constexpr constant int RUN = RING ? 128 / B / LANES : DIM % (LANES * MOST) == 0 ? MOST : DIM % (LANES * 64 / B) == 0 ? 64 / B : 32 / B;
+  static constexpr constant int WORDS = DIM * B / 32, N = DIM / (LANES * RUN), BYTES = RUN * B / 8, NW = (BYTES + 3) / 4, U = RUN < 8 ? RUN : 8;
   // Groups of a row, words of their scales, runs of each, and bytes that scales are aligned to.
   static constexpr constant int NG = CODED ? DIM / G : 1, NS = (NG * sizeof(T) + 3) / 4, PER = CODED ? N / NG : N;
   static constexpr constant int EVEN = NG * sizeof(T) % 16 == 0 ? 16 : NG * sizeof(T) % 8 == 0 ? 8

@@ -1,6 +1,6 @@
 // Decode attention, matrix variant: a simdgroup takes 16 MANY keys at once for R = 8 NB query rows.
 // Scores are K Q^T and the output O^T += V^T P^T: keys and elements of V are the rows of the first operand
-// and come straight from memory, query rows are the columns of the second. What a column gets does
+// and come straight from memory or through a ring, query rows are the columns of the second. What a column gets does
 // not depend on the other columns, on R or on W: a row has the same bits whatever q_len is.
 //
 // Codes are multiplied as they are. A group of a key of K gives scale * sum(c q) + bias * sum(q); a
@@ -17,20 +17,19 @@ struct SdpaMatrix {
   // Tiles of 16 keys between two updates of the softmax.
   static constexpr constant int UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
 
-  typedef Rows<T, KB, KG, D, 4> K;
-  typedef Rows<T, VB, VG, DV, 8> V;
+  // Codes come through a ring where threadgroup memory holds three slots of it next to what a merge of R = 16 needs.
+  static constexpr constant int WORDS = D * KB > DV * VB ? D * KB / 32 : DV * VB / 32;
+  static constexpr constant int NG = D / KG > DV / VG ? D / KG : DV / VG, SLOT = 16 * UK * (WORDS + NG);
+  static constexpr constant bool RING = KBITS < 16 && VBITS < 16 && sizeof(T) == 2 && 3 * KP * SLOT + KP * 224 <= 8192 &&
+      D * KB % 256 == 0 && DV * VB % 256 == 0 && D / KG % 2 == 0 && DV / VG % 2 == 0;
+  static constexpr constant int ST = 5 * KP * W * SLOT + KP * W * R * 14 <= 8192 ? 5 : 3, SLOTS = RING ? KP * W * ST * SLOT : 0;
+
+  typedef Rows<T, KB, KG, D, 4, RING> K;
+  typedef Rows<T, VB, VG, DV, 8, RING> V;
+  typedef Ring<T, K, V, UK, ST> Steps;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
-  // Elements of a lane whose parts are added up at once: as many as threadgroup memory holds.
-  static METAL_FUNC constexpr int share() {
-    int e = DV / 8;
-    for (int i = V::U; KP * W * R * (8 * e + 6) > 8192 && i > 1; i /= 2) e = i;
-    return e;
-  }
-  // The padding is against bank conflicts.
-  static constexpr constant int E = share(), P = 8 * E + 4, F = V::RUN < 4 ? V::RUN : E < 4 ? E : 4;
-  // Elements e of a lane, F of which are read at once, are in different banks.
-  static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
+  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, 8192 - SLOTS, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
@@ -71,6 +70,24 @@ struct SdpaMatrix {
     EACH(h, 2 * UK) v.load_sb(min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), wide, sb + h * 2 * V::NS);
   }
 
+  // The step of a simdgroup that is copied next: it begins at `key`, and those of its chunk end at `stop`.
+  struct Ahead { int chunk, key, stop; };
+  static METAL_FUNC void copy_keys(
+      const thread Steps& steps, const thread K& k, threadgroup uint* slot, thread Ahead& a, const thread Place& at, const int stride) {
+    while (a.key >= a.stop && a.chunk * CHUNK < at.len) {
+      a.chunk += stride;
+      a.key = first_key(at, a.chunk);
+      a.stop = min(at.len, (a.chunk + 1) * CHUNK);
+    }
+    if (a.key < a.stop) steps.copy(k, slot, a.key);
+    COPIES_END();
+  }
+  static METAL_FUNC void copy_values(const thread Steps& steps, const thread V& v, threadgroup uint* slot, thread Ahead& a) {
+    if (a.key < a.stop) steps.copy(v, slot, a.key);
+    a.key += STEP;
+    COPIES_END();
+  }
+
   // The chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
   // it, top (times log2(e)) and sum: [NB][2]. With codes of V, top is not the largest score but that of
   // the largest scale times weight: what sums are relative to.
@@ -78,7 +95,7 @@ struct SdpaMatrix {
   static METAL_FUNC void run(
       const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
       const bool wide, const Mask mask, const int4 mask_steps, const S sinks, device O* out, device float* ml,
-      threadgroup float* part, threadgroup float* state, const thread Place& at, const int stride) {
+      threadgroup float* part, threadgroup float* state, threadgroup uint* ring, const thread Place& at, const int stride) {
     const float scale = q_scale * LOG2E;
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
     const uint one = one_bits(at.q_len);
@@ -91,7 +108,15 @@ struct SdpaMatrix {
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk, stride, row0, ml);
     const int here = first_key(at, chunk);
-    if (chunk * CHUNK < at.len) {
+    const Steps steps = {at.len, at.lane, wide};
+    threadgroup uint* slots = ring + at.sg * (ST * SLOT);
+    Ahead ahead = {chunk, here, min(at.len, (chunk + 1) * CHUNK)};
+    int slot = 0;
+    if (RING) EACH(i, ST / 2) {
+      copy_keys(steps, k, slots + 2 * i * SLOT, ahead, at, stride);
+      copy_values(steps, v, slots + (2 * i + 1) * SLOT, ahead);
+    }
+    else if (chunk * CHUNK < at.len) {
       load_keys(k, here, at, wide, kw, ks);
       load_values(v, here, at, wide, vw, vs);
     }
@@ -105,6 +130,7 @@ struct SdpaMatrix {
     size_t seen[NB * 2];
     EACH(i, NB * 2) {
       c[i] = row_at(at, row0 + i / 2 * 8 + 2 * col + i % 2);
+      c[i].to = max(c[i].to, c[i].from);
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
     }
     q += at.b * q_steps.x + at.head * q_steps.y;
@@ -117,9 +143,10 @@ struct SdpaMatrix {
       if (K::CODED) {
         // A power of two brings the largest of a row between 1 and 2, so that halves hold it.
         float big = 0;
-        EACH(i, D / 32) {
-          const device T* from = own + i * 8 / K::RUN * 4 * K::RUN + i * 8 % K::RUN;
-          if (wide) load8<T, true>(from, v + 8 * i);
+        EACH(i, D / 4 / K::U) {
+          const device T* from = own + i * K::U / K::RUN * 4 * K::RUN + i * K::U % K::RUN;
+          if (K::U < 8) EACH(j, K::U) v[K::U * i + j] = float(from[j]);
+          else if (wide) load8<T, true>(from, v + 8 * i);
           else load8<T, false>(from, v + 8 * i);
         }
         EACH(i, D / 4) big = max(big, fabs(v[i]));
@@ -164,6 +191,15 @@ struct SdpaMatrix {
       for (int key = begin; key < end; key += STEP) {
         // Plain: two sums of every other 16 elements each, for shorter chains of dependent multiplies.
         // Codes: one of each group, the other is the score.
+        const int two = slot + 1 == ST ? 0 : slot + 1;
+        if (RING) {
+          // The slot of the values before is free now in all lanes.
+          COPIES_WAIT(ST - 2);
+          simdgroup_barrier(mem_flags::mem_threadgroup);
+          steps.template words<K, false>(slots + slot * SLOT, kw);
+          steps.template scales<K>(slots + slot * SLOT, ks);
+          copy_keys(steps, k, slots + (slot ? slot - 1 : ST - 1) * SLOT, ahead, at, stride);
+        }
         float s[NB * UK * 8];
         EACH(i, NB * UK * 8) s[i] = 0;
         EACH(z, D / 4 / K::U * UK) {
@@ -172,8 +208,8 @@ struct SdpaMatrix {
           thread float* mine = s + t * NB * 8;
           PAIR(KT) a[K::U];
           if (K::CODED) {
-            codes_along<T, KC, KT>(w, j, one, a);
-            codes_along<T, KC, KT>(w + K::N * K::NW, j, one, a + K::U / 2);
+            codes_along<T, KC, K::U, KT>(w, j, one, a);
+            codes_along<T, KC, K::U, KT>(w + K::N * K::NW, j, one, a + K::U / 2);
             if (u * K::U * 4 % KG == 0) {
               EACH(i, NB * 4) mine[i / 4 * 8 + 4 + i % 4] = start[(i / 4 * K::NG + g) * 2 + i % 2];
             }
@@ -197,7 +233,13 @@ struct SdpaMatrix {
         }
         // The next keys are on their way while these are weighted.
         const int after = key + STEP < end ? key + STEP : next;
-        if (after < at.len) load_keys(k, after, at, wide, kw, ks);
+        if (!RING && after < at.len) load_keys(k, after, at, wide, kw, ks);
+        if (RING) {
+          COPIES_WAIT(ST - 2);
+          simdgroup_barrier(mem_flags::mem_threadgroup);
+          steps.template scales<V>(slots + two * SLOT, vs);
+          copy_values(steps, v, slots + slot * SLOT, ahead);
+        }
         // A weight times its largest scale of V, not the weight itself, is at most about 2^15, for a half.
         // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
         float size[2 * UK], f[NB * 2];
@@ -214,7 +256,7 @@ struct SdpaMatrix {
             const int j = key + i / 2 * 8 + row;
             thread float* x = s + (i / 4 * NB + n) * 8 + i % 4;
             *x = K::CODED ? *x * scales[2 * n + i % 2] : (x[0] + x[4]) * scale;
-            if (j < m.from || j >= m.to) *x = -INFINITY;
+            if (uint(j - m.from) >= uint(m.to - m.from)) *x = -INFINITY;
             else if (MASK)
               *x = fma(added(mask[seen[2 * n + i % 2] + (size_t)j * mask_steps.w]), LOG2E, *x);
           }
@@ -238,6 +280,10 @@ struct SdpaMatrix {
         }
         float m[NB * 4];
         EACH(i, NB * 4) m[i] = 0;
+        if (RING) {
+          steps.template words<V, true>(slots + two * SLOT, vw);
+          slot = two + 1 == ST ? 0 : two + 1;
+        }
         EACH(u, DV / 8 / V::U) {
           const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), g = r / V::PER, L = V::N * V::NW;
           if (u == 0 || (V::CODED && u * V::U * 8 % VG == 0)) {
@@ -270,7 +316,8 @@ struct SdpaMatrix {
             PAIR(VT) a[2 * V::U];
             EACH(h, 2) {
               const thread uint* w = vw + (4 * t + 2 * h) * L + r * V::NW;
-              if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
+              if (RING) codes_of_pair<T, VC, VT>(vw[(2 * t + h) * V::N + r], one, a + h * V::U);
+              else if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
               else across<VT, V::U>(w, w + L, j, a + h * V::U);
             }
             EACH(n, NB) {
@@ -281,7 +328,7 @@ struct SdpaMatrix {
             }
           }
         }
-        if (after < at.len) load_values(v, after, at, wide, vw, vs);
+        if (!RING && after < at.len) load_values(v, after, at, wide, vw, vs);
       }
       if (V::CODED) {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
@@ -292,69 +339,17 @@ struct SdpaMatrix {
       }
       EACH(i, NB * 2) sum[i] = rows_sum(sum[i]);
       if (again) threadgroup_barrier(mem_flags::mem_threadgroup);
-      store(o, top, sum, part, state, sinks, out, ml, at, chunk);
+      Merge::store(o, top, sum, part, state, sinks, out, ml, at, chunk);
     }
     skip(at, chunk, stride, row0, ml);
-  }
-
-  // Adds up the simdgroups of each row block in order, E elements of each run at a time, and
-  // stores a row's state or, if the chunk holds all keys, its output.
-  template <typename S, typename O>
-  static METAL_FUNC void store(
-      const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part,
-      threadgroup float* state, const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk) {
-    const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane);
-    EACH(i, NB * 2) {
-      threadgroup float* st = state + (at.sg * R + i / 2 * 8 + 2 * col + i % 2) * 2;
-      if (row == 0) {
-        st[0] = top[i] > LOWEST ? top[i] * 0.6931471805599453f : LOWEST;
-        st[1] = sum[i];
-      }
-    }
-    EACH(u, DV / 8 / E) {
-      if (u) threadgroup_barrier(mem_flags::mem_threadgroup);
-      EACH(i, NB * E * 2) {
-        const int n = i / (E * 2), j = i % (E * 2);
-        part[(at.sg * R + n * 8 + 2 * col + i % 2) * P + bank(j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      ROLLED for (int x = at.sg * 32 + at.lane; x < W * R * 8 * E / F; x += KP * W * 32) {
-        const int lane_row = x % 8, e = x / 8 % (E / F) * F, w = x / (8 * E / F) / R, r = x / (8 * E / F) % R;
-        const int n = (at.block + w) * R + r, d = ((u * E + e) / V::RUN * 8 + lane_row) * V::RUN + (u * E + e) % V::RUN;
-        if (n >= at.G * at.q_len) continue;
-        const threadgroup float* st = state + (w * KP * R + r) * 2;
-        const threadgroup float* from = part + (w * KP * R + r) * P + lane_row;
-        float high = LOWEST, all = 0, t[F];
-        EACH(k, KP) high = max(high, st[k * R * 2]);
-        EACH(i, F) t[i] = 0;
-        EACH(k, KP) {
-          const float f = weight(st[k * R * 2], high);
-          all = fma(st[k * R * 2 + 1], f, all);
-          EACH(i, F) t[i] = fma(from[k * R * P + bank(e + i) * 8], f, t[i]);
-        }
-        const int h = at.head + n / at.q_len, i = n % at.q_len;
-        if (DIRECT) {
-          const float2 f = settle<SINKS>(high, all, SINKS ? float(sinks[h]) : 0);
-          EACH(j, F) out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d + j] = O(t[j] * f.x * f.y);
-        } else {
-          const size_t c = state_at(at, n) - at.chunk + chunk;
-          if (high > LOWEST) {  // nobody reads the o of no keys
-            EACH(j, F) out[c * DV + d + j] = t[j];
-          }
-          if (d == 0) {
-            ml[2 * c] = high > LOWEST ? high : -INFINITY;
-            ml[2 * c + 1] = all;
-          }
-        }
-      }
-    }
   }
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
 typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
-threadgroup float part[KP * W * R * X::P];
+threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
+threadgroup uint ring[X::RING ? X::SLOTS : 4];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -367,12 +362,13 @@ const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
     even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
-    sinks, out, ml, part, state, at, threadgroups_per_grid.y);
+    sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
 typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
-threadgroup float part[KP * W * R * X::P];
+threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
+threadgroup uint ring[X::RING ? X::SLOTS : 4];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -390,4 +386,4 @@ const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
     q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
     wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
-    sinks, out, ml, part, state, at, threadgroups_per_grid.y);
+    sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);

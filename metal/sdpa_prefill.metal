@@ -4,24 +4,7 @@
 // threadgroup, and lie in threadgroup memory in the order in which lanes want their operands. While one
 // of them is multiplied the next words of the other are on their way.
 
-#define EACH(i, n) UNROLL for (int i = 0; i < n; i++)
-
-// A pair as words of T.
-template <typename T>
-METAL_FUNC void keep(const vec<typename Operand<T>::element, 2> a, thread uint* w) {
-  w[0] = as_type<uint>(vec<T, 2>(T(a.x), T(a.y)));
-}
-// A bfloat is rounded in one addition, halves away from zero: where it is emulated, to even takes ten.
-template <> METAL_FUNC void keep<bfloat>(const float2 a, thread uint* w) {
-  const ushort2 x = as_type<ushort2>(as_type<uint>(a.x) + 0x8000), y = as_type<ushort2>(as_type<uint>(a.y) + 0x8000);
-  w[0] = as_type<uint>(ushort2(x.y, y.y));
-}
-template <> METAL_FUNC void keep<float>(const float2 a, thread uint* w) {
-  w[0] = as_type<uint>(a.x);
-  w[1] = as_type<uint>(a.y);
-}
 #ifdef MSL_TENSOR_CORES
-template <typename T> METAL_FUNC void keep(const uint a, thread uint* w) { w[0] = a; }
 METAL_FUNC uint twins(const uint a, const uint b, const int i) { return i ? msl_high_halves(a, b) : msl_low_halves(a, b); }
 #else
 METAL_FUNC uint twins(const uint a, const uint b, const int i) {
@@ -30,16 +13,16 @@ METAL_FUNC uint twins(const uint a, const uint b, const int i) {
 }
 #endif
 
-// k or v at a kv head: DIM plain T, or codes of fewer than 16 bits in groups of G; in steps of BK keys that
-// THREADS threads fetch, 8 elements (a unit) of two keys at a time.
+// k or v at a kv head in steps of BK keys that THREADS threads fetch, a unit of two keys at a time.
 //
 // Tiles in threadgroup memory are [DIM / 16][TK] blocks of 16 x 16, rows of the first operand of
 // mma16 by columns: 32 chunks of what a lane holds of one, in the order in which it is multiplied.
 template <typename T, int FORM, int G, int DIM, int BK, int THREADS>
 struct Steps {
-  static constexpr constant bool CODED = FORM < 16;
+  typedef Units<T, FORM, G, DIM> In;
   // NW, TW: words of 8 elements as they come and as T.
-  static constexpr constant int BITS = CODED ? FORM : 8, B = CODED ? FORM : 8 * sizeof(T), NW = B / 4, TW = 2 * sizeof(T);
+  static constexpr constant bool CODED = In::CODED;
+  static constexpr constant int BITS = In::BITS, NW = In::NW, TW = 2 * sizeof(T);
   static constexpr constant int PAD = (DIM + 15) / 16 * 16, TK = BK / 16, WORDS = PAD * BK * sizeof(T) / 4;
   // Keys as rows: a lane's columns of W / 16 blocks are RUN neighbours. C units make such blocks. A
   // thread has N units of two keys 8 apart, of TURNS pairs of keys in turns, in every EVERY-th W.
@@ -48,27 +31,13 @@ struct Steps {
   static constexpr constant int N = (PAD / W + EVERY - 1) / EVERY * TURNS;
   // Keys as columns: N2 units, NEXT apart, of two neighbour keys.
   static constexpr constant int NEXT = THREADS / (BK / 2), N2 = (PAD / 8 + NEXT - 1) / NEXT;
-  const device uchar* data;
-  const device uchar* scales;
-  const device uchar* biases;
-  int stride, scale_stride, bias_stride;  // in bytes
+  In in;
 
-  template <bool WIDE>
-  METAL_FUNC void load(const int key, const uint unit, thread uint* w, thread T* sb) const {
-    if (unit * 8 >= DIM) return;
-    const device uchar* p = data + (long)key * stride + unit * B;
-    typedef const device conditional_t<CODED, uint, T>* At;
-    EACH(i, (NW + 3) / 4) load_run<NW < 4 ? NW : 4, WIDE>((At)p + i * 16 / sizeof(T), w + 4 * i);
-    if (CODED) {
-      sb[0] = ((const device T*)(scales + (long)key * scale_stride))[unit * 8 / G];
-      sb[1] = ((const device T*)(biases + (long)key * bias_stride))[unit * 8 / G];
-    }
-  }
   // A unit as words of T, in the order of `along`; what is behind DIM is 0.
   METAL_FUNC void decoded(const uint unit, const thread uint* w, const thread T* sb, const uint one, thread uint* t) const {
     if (CODED) {
       PAIR(T) a[4];
-      along<T, BITS, 8>(w, 0, float2(float(sb[0]), float(sb[1])), one, a);
+      in.pairs(w, sb, one, a);
       EACH(i, 4) keep<T>(a[i], t + i * (TW / 4));
     } else EACH(i, TW) t[i] = w[i];
     if (PAD > DIM && unit * 8 >= DIM) EACH(i, TW) t[i] = 0;
@@ -80,7 +49,7 @@ struct Steps {
   METAL_FUNC void fetch_rows(const int key, const int last, const uint id, thread uint* w, thread T* sb) const {
     EACH(i, 2 * N) {
       const uint x = row_of(i / 2, id);
-      load<WIDE>(min(key + int(x + x / 8 * 8) + i % 2 * 8, last), unit_of(i / 2, id), w + i * NW, sb + 2 * i);
+      in.template load<WIDE>(min(key + int(x + x / 8 * 8) + i % 2 * 8, last), unit_of(i / 2, id), w + i * NW, sb + 2 * i);
     }
   }
   METAL_FUNC void stage_rows(const thread uint* w, const thread T* sb, const uint one, const uint id, threadgroup uint4* tile) const {
@@ -108,7 +77,7 @@ struct Steps {
   template <bool WIDE>
   METAL_FUNC void fetch_columns(const int key, const int last, const uint id, thread uint* w, thread T* sb) const {
     EACH(i, 2 * N2)
-      load<WIDE>(min(key + int(id % (BK / 2)) * 2 + i % 2, last), id / (BK / 2) + i / 2 * NEXT, w + i * NW, sb + 2 * i);
+      in.template load<WIDE>(min(key + int(id % (BK / 2)) * 2 + i % 2, last), id / (BK / 2) + i / 2 * NEXT, w + i * NW, sb + 2 * i);
   }
   METAL_FUNC void stage_columns(const thread uint* w, const thread T* sb, const uint one, const uint id, threadgroup uint* tile) const {
     const uint x = id % (BK / 2), c = x % 4, h = x / 4 % 2, t = x / 8;
@@ -161,12 +130,6 @@ struct SdpaPrefill {
   // TK: tiles of 16 keys, TV: of 16 elements of V; S: words of an element, twice.
   static constexpr constant int NB = R / 8, TK = BK / 16, TV = V::PAD / 16, S = sizeof(T) / 2;
 
-  // Row n of the kv head: rows of its heads at one position are neighbours.
-  static METAL_FUNC Row row(const thread Place& at, const int n) {
-    const int m = min(n, at.G * at.q_len - 1), i = m / at.G, end = at.len - at.q_len + i + 1;
-    return {m % at.G, i, at.window ? max(0, end - at.window) : 0, at.causal ? end : at.len};
-  }
-
   // keys: of a chunk.
   template <typename Mask, typename Sinks, typename O>
   static METAL_FUNC void run(
@@ -180,20 +143,20 @@ struct SdpaPrefill {
     const int row0 = (at.block * SG + at.sg) * R;
     const uint one = one_bits(at.q_len);
     // Keys that some row of the threadgroup sees, and those that all rows of the simdgroup see.
-    const Row first = row(at, at.block * SG * R), last = row(at, (at.block + 1) * SG * R - 1);
+    const Row first = prompt_row(at, at.block * SG * R), last = prompt_row(at, (at.block + 1) * SG * R - 1);
     const int from = max(first.from, at.chunk * keys), to = min(last.to, min(at.len, (at.chunk + 1) * keys));
-    const int all_from = row(at, row0 + R - 1).from, all_to = row(at, row0).to;
+    const int all_from = prompt_row(at, row0 + R - 1).from, all_to = prompt_row(at, row0).to;
     // The lane's two columns of each 8.
     Row c[NB * 2];
     size_t seen[NB * 2];
     EACH(i, NB * 2) {
-      c[i] = row(at, row0 + i / 2 * 8 + 2 * col + i % 2);
+      c[i] = prompt_row(at, row0 + i / 2 * 8 + 2 * col + i % 2);
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
     }
     uint qs[NB * K::PAD / 8 * S];
     q += (long)at.b * q_steps.x + (long)at.head * q_steps.y;
     EACH(n, NB) {
-      const Row m = row(at, row0 + n * 8 + lane_row);
+      const Row m = prompt_row(at, row0 + n * 8 + lane_row);
       const device T* own = q + (long)m.head * q_steps.y + (long)m.i * q_steps.z;
       const device T* x = q + (long)c[2 * n].head * q_steps.y + (long)c[2 * n].i * q_steps.z;
       const device T* y = q + (long)c[2 * n + 1].head * q_steps.y + (long)c[2 * n + 1].i * q_steps.z;
@@ -298,27 +261,14 @@ struct SdpaPrefill {
   }
 };
 
-// numbers: scale, window (0: none), causal, keys of a chunk. The last rows of causal tiles have the
-// most keys: they come first.
-template <typename Ints, typename Floats>
-METAL_FUNC Place prefill_place(
-    const Ints q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
-    const uint3 tgs, const uint sg, const uint lane) {
-  const int Hkv = k_shape[1], G = q_shape[1] / Hkv, kv = tg.x % Hkv;
-  return {int(tg.x) / Hkv, kv, kv * G, q_shape[1], G, q_shape[2], min(int(k_shape[2]), len), int(numbers[1]),
-          int(tg.z), int(tgs.z), int(tgs.y - 1 - tg.y), int(simd_broadcast_first(sg)), int(lane), numbers[2] != 0};
-}
-
 //! kernel sdpa_prefill (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
 typedef SdpaPrefill<T, D, DV, 16, 64, 16, 64, R, SG, BK, MASK, SINKS, DIRECT> X;
 threadgroup uint4 k_tile[X::K::WORDS / 4], v_tile[X::V::WORDS / 4];
 const Place at = prefill_place(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.x / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-const typename X::K kr = {
-    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0};
-const typename X::V vr = {
-    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, int(v_strides[2] * sizeof(v[0])), 0, 0};
+const typename X::K kr = {units_at<typename X::K::In>(k, k_strides, at)};
+const typename X::V vr = {units_at<typename X::V::In>(v, v_strides, at)};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 const int3 q_steps = int3(q_strides[0], q_strides[1], q_strides[2]);
@@ -333,12 +283,8 @@ threadgroup uint4 k_tile[X::K::WORDS / 4], v_tile[X::V::WORDS / 4];
 const Place at = prefill_place(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.x / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-const typename X::K kr = {
-    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
-    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), int(k_strides[2] * sizeof(k[0])), int(ks_strides[2] * sizeof(T)), int(kb_strides[2] * sizeof(T))};
-const typename X::V vr = {
-    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
-    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T))};
+const typename X::K kr = {units_at<typename X::K::In>(k, k_strides, ks, ks_strides, kb, kb_strides, at)};
+const typename X::V vr = {units_at<typename X::V::In>(v, v_strides, vs, vs_strides, vb, vb_strides, at)};
 const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 const int3 q_steps = int3(q_strides[0], q_strides[1], q_strides[2]);
 const int4 m_steps = MASK ? mask_steps(mask_shape, mask_strides) : int4(0);

@@ -67,18 +67,21 @@ _TILES = (
 )
 
 # Matrix units: larger of the head dims up to, more of the bits of K and V up to,
-# smaller of the groups from -> chunk, keys. 32 keys are two tiles, which registers hold
-# of codes: with heads of 192 and 256 or groups of 32, 8 rows of 8 bits spill (ptxas,
-# sm_90a; 16 rows of 128 spill 28 registers, but are a quarter fewer instructions than
-# twice 8). H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of both launches at
-# 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt): plain 9.6 / 15.0 /
-# 40.5 / 140.7 (chunk 512: 13.3 / 16.3 / 39.6 / 134.7; two tiles: 9.2 / 15.5 / 41.3 /
-# 142.0); 8 bits 9.2 / 12.8 / 28.9 / 91.6 (one tile: 10.1 / 13.1 / 30.6 / 95.0); 4 bits
-# 11.2 / 12.0 / 22.5 / 69.7 (one tile: 12.0 / 13.1 / 23.7 / 73.5).
+# smaller of the groups from -> chunk, keys, simdgroups, most rows. 32 keys are two
+# tiles. Codes of long heads have a ring of threadgroup memory for each simdgroup: 8
+# bits leave room for two. H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of
+# both launches at 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt):
+# plain 9.6 / 15.1 / 40.4 / 139.2 (chunk 512: 13.2 / 16.3 / 39.5 / 134.6; 8 simdgroups:
+# 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.6 / 13.0 / 26.9 / 82.9 (chunk 512: 13.5 / 14.8 /
+# 26.6 / 79.0; 4 simdgroups, one tile: 9.7 / 13.1 / 29.1 / 87.1; without the ring 9.2 /
+# 12.9 / 28.7 / 89.8); 4 bits 10.0 / 11.2 / 19.9 / 58.4 (2 simdgroups: 12.7 / 13.6 /
+# 19.3 / 56.4; chunk 256: 8.7 / 11.1 / 22.4 / 62.9; without 11.1 / 12.2 / 22.6 / 69.5).
 _MATRIX = (
-    (128, 4, 64, 512, 32),
-    (128, 8, 64, 256, 32),
-    (256, 16, 0, 256, 16),
+    (64, 4, 64, 512, 32, 4, 16),
+    (64, 8, 64, 256, 32, 4, 16),
+    (128, 4, 64, 512, 32, 4, 8),
+    (128, 8, 64, 256, 32, 2, 8),
+    (256, 16, 0, 256, 16, 4, 16),
 )
 
 
@@ -152,16 +155,16 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_codes"
     rows, threadgroups = row_block(G * p.q_len, most), 0
     if kernel.startswith("sdpa_matrix"):
-        rows = min(most, -(-G * p.q_len // 8) * 8)
         bits, group = max(p.k_bits, p.v_bits), min(p.k_group, p.v_group)
-        chunk, keys = next(
-            row[3:]
+        chunk, keys, simdgroups, most = next(
+            (*row[3:6], min(most, row[6]))
             for row in _MATRIX
             if dim <= row[0] and bits <= row[1] and group >= row[2]
         )
+        rows = min(most, -(-G * p.q_len // 8) * 8)
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
         coded = kernel.endswith("_codes")
-        full = coded and dim > 64 and (keys > 16 or group < 64)
+        full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4)
         full = full or rows > 8 or dim > 128
         resident = 8 if full else 12 if coded or dim > 64 else 16
         threadgroups = resident * chip.gpu_cores // simdgroups

@@ -35,10 +35,7 @@ class TilePlan(Plan):
 
 # Chip family -> why stock serves, None: a kernel does. First match wins, the last row
 # is any other chip: what nobody compared stays stock. Neural accelerators: published
-# prefill of M5 is 3-4 x that of its shaders. H200, bf16, 4 bits group 64, GPU us at
-# 4096 -> 14336 against stock (2026-11-30): M 32 60.8 and 83.3, 64 70.2 and 90.3, 128
-# 108.9 and 141.7, 512 256 and 558, 2048 865 and 1931. Other shapes 1.02 to 3.8 x, but
-# 2048 -> 2048 at M 512 0.87 and at 1024 1.01: bench/results/h200-prefill-sweep.txt.
+# prefill of M5 is 3-4 x that of its shaders.
 _ACCELERATED = "MLX takes the neural accelerators, these kernels can't"
 _STOCK = (
     ("CPU", None),
@@ -49,6 +46,16 @@ _STOCK = (
     ("Hopper", None),
     ("", "nothing says that stock is beaten"),
 )
+
+# On Hopper: mode, bits -> up to so many rows of x stock is as fast, for weights with a
+# side above SMALL; others were not timed. H200, bf16, GPU us at 4096 -> 14336, stock's
+# behind, 2026-11-30, M 32, 128, 512, 2048: 4 bits 62 (85), 111 (144), 259 (560), 872
+# (1937); 8 bits 78 (67), 123 (121), 293 (395), 982 (1476); mxfp4 60 (165), 104 (232),
+# 255 (920), 870 (3200). At 2048 -> 2048 ours took less at each M, as at M 512 27 (43),
+# 30 (36) and 27 (91), but by the clock a graph of launches at 4 bits and M 512 took 59
+# us, stock's 51, and at 1024 as long: bench/results/h200-prefill-sweep.txt.
+_HOPPER = {("affine", 4): 0, ("affine", 8): 256, ("mxfp4", 4): 0}
+SMALL = 2048
 
 # (chip family, M up to, tile, threadgroups a core should have). First match wins, the
 # last rows are any other chip. 32 x 32 of y a simdgroup: on Apple 64 multiplies then
@@ -91,10 +98,13 @@ def stays_stock(problem: Matmul, chip: Chip) -> str | None:
     if problem.mode == "none" and chip.family != "CPU":
         return "plain weights: nothing says that stock's dense product is beaten"
     if "Hopper" in chip.family:
-        if (problem.mode, problem.bits) != ("affine", 4):
-            return f"{problem.mode} of {problem.bits} bits was not timed against stock"
-        if 256 < problem.M <= 1024 and max(problem.N, problem.K) <= 2048:
-            return "stock is as fast for few rows of few weights"
+        form = f"{problem.mode} of {problem.bits} bits"
+        fast = _HOPPER.get((problem.mode, problem.bits))
+        if fast is None:
+            return f"{form} was not timed against stock"
+        small = max(problem.N, problem.K) <= SMALL
+        if 256 < problem.M <= 1024 if small else problem.M <= fast:
+            return f"stock is as fast for M = {problem.M} of {form}"
     why = next(why for family, why in _STOCK if family in chip.family)
     return why and f"prefill on {chip.name}: {why}"
 

@@ -25,8 +25,11 @@ _GATHER = (*_PRODUCT, "gather.h", "gather.metal")
 _EXPERTS = (*_MMA, "qmm_tile.h", "gather_qmm.metal")
 _EXPERTS_GLU = ("activate.h", *_EXPERTS[:-1], "gather.h", _EXPERTS[-1])
 _SPLIT = ("sdpa.h", "sdpa_place.h", "sdpa_split.metal")
-_MATRIX = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_codes.h", "sdpa_matrix.metal")
-_PREFILL = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_prefill.metal")
+_CACHES = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_codes.h")
+_MATRIX = ("sdpa_parts.h", "sdpa_matrix.metal")
+_PROMPT = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_prompt.h")
+_PREFILL = (*_PROMPT, "sdpa_prefill.metal")
+_WIDE = (*_PROMPT, "sdpa_prefill_wide.metal")
 KERNELS: dict[str, tuple[str, ...]] = {
     "qmv": (*_AFFINE, *_SUMS, "qmv.metal"),
     "qmv_fp": (*_FLOATS, *_SUMS, "qmv.metal"),
@@ -55,10 +58,12 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "sdpa_split": (*_PLAIN, *_SPLIT),
     "sdpa_split_codes": (*_AFFINE, *_SPLIT),
     "sdpa_reduce": ("base.h", "sdpa.h", "sdpa_reduce.metal"),
-    "sdpa_matrix": (*_PLAIN, *_MATRIX),
-    "sdpa_matrix_codes": (*_AFFINE, *_MATRIX),
+    "sdpa_matrix": (*_PLAIN, *_CACHES, "sdpa_no_ring.h", *_MATRIX),
+    "sdpa_matrix_codes": (*_AFFINE, *_CACHES, "sdpa_ring.h", *_MATRIX),
     "sdpa_prefill": (*_PLAIN, *_PREFILL),
     "sdpa_prefill_codes": (*_AFFINE, *_PREFILL),
+    "sdpa_prefill_wide": (*_PLAIN, *_WIDE),
+    "sdpa_prefill_wide_codes": (*_AFFINE, *_WIDE),
     "gather_qmv": (*_AFFINE, *_GATHER),
     "gather_qmv_fp": (*_FLOATS, *_GATHER),
     "gather_glu": (*_AFFINE, *_GATHER),

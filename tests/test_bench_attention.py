@@ -96,6 +96,20 @@ def test_where_stock_cannot_the_row_says_so(monkeypatch):
     assert "-" in [c for c in attention_suite.table([row]).columns[6].cells]
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_prompts_are_timed_also_where_the_plan_leaves_them_to_stock(bits, monkeypatch):
+    case = attention_suite.make_case(20, 40, (2, 1, 192, 128), bits)
+    row = Device(monkeypatch).row(case)
+    kernel = "sdpa_prefill" + "_codes" * (bits < 16)
+    assert (row["kernel"], row["heads"]) == (kernel, "2/1x192/128")
+    assert row["comparable"] == "yes" and row["ratio"] == pytest.approx(2)
+    assert "not planned" not in row["plan"]
+    monkeypatch.setattr(attention_suite, "device_chip", lambda: H200.chip)
+    q = mx.zeros((1, 2, 20, 192))
+    plan = attention_suite.planned(case, q, attention_suite.cache_of(case))
+    assert ", not planned here: q_len > 16: stock attention of " in plan
+
+
 def test_a_wrong_kernel_is_not_comparable(monkeypatch):
     real = attention_suite.ours
     monkeypatch.setattr(attention_suite, "ours", lambda p: lambda *a: real(p)(*a) * 1.1)
@@ -141,6 +155,8 @@ def test_default_cases_run_on_kernels_and_start_with_the_main_ones():
         ("--k-lens 9 --heads 2/1x64 --bits 6", "6-bit"),
         ("--k-lens 0", "--k-lens takes numbers"),
         ("--k-lens 9 --dtypes int8", "--dtypes takes float16"),
+        ("--k-lens 9 --heads 2/1x64/", "Hq/HkvxD such as 32/8x128"),
+        ("--k-lens 9 --q-lens 17", "--q-lens are the last of --k-lens"),
     ],
 )
 def test_bad_options_give_one_line(sweeps, capsys, options, message):

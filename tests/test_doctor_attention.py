@@ -26,6 +26,8 @@ def test_rows_reach_every_kernel_size_dtype_and_cache(quick):
     found = rows(quick)
     kernels = {planned(p, device_chip()).kernel for p in found}
     prefill = {"sdpa_prefill", "sdpa_prefill_codes"}
+    if not quick:
+        prefill |= {"sdpa_prefill_wide", "sdpa_prefill_wide_codes"}
     assert kernels == {"sdpa_split", "sdpa_split_codes"} | prefill
     assert {p.dtype for p in found} == {"float16", "bfloat16", "float32"}
     assert {p.k_bits for p in found} == {16, *CACHE_BITS}

@@ -78,12 +78,17 @@ def test_neural_accelerators_keep_stock():
 def test_prompts_are_stock_where_it_is_not_beaten():
     problem, h200 = Matmul(17, 4096, 4096), lookup("h200")
     assert stays_stock(problem, h200) is None
-    for change in ({"bits": 8}, {"mode": "mxfp4", "group_size": 32}):
+    for change in ({"bits": 3}, {"mode": "nvfp4", "group_size": 16}):
         assert "not timed" in stays_stock(replace(problem, **change), h200)
-    small = [Matmul(M, 2048, 2048) for M in (256, 512, 1024, 2048)]
-    whys = [stays_stock(p, h200) for p in small]
-    assert [why is None for why in whys] == [True, False, False, True]
-    assert "stock is as fast" in whys[1]
+    # Few rows of many weights of 8 bits, and a middle number of rows of few weights.
+    for bits, size, served in (
+        *((4, 2048, (256, 2048)), (8, 2048, (256, 2048))),
+        *((4, 4096, (256, 512, 1024, 2048)), (8, 4096, (512, 1024, 2048))),
+    ):
+        for M in (256, 512, 1024, 2048):
+            why = stays_stock(Matmul(M, size, 2048, bits=bits), h200)
+            assert (why is None) == (M in served)
+            assert why is None or why.startswith(f"stock is as fast for M = {M} ")
     newer = {"device_name": "Apple M9", "architecture": "applegpu_g30g"}
     other = {"device_name": "NVIDIA RTX", "architecture": "sm_120"}
     for chip in (lookup("a100-80gb"), detect(newer), detect(other)):

@@ -11,6 +11,7 @@ import fused_case
 import gather_rows
 import mlx.core as mx
 import mlx_headers
+import prefill_rows
 import pytest
 import sdpa_case
 import test_mlx_attention as mlx_attention
@@ -66,7 +67,7 @@ KERNELS |= {"qmv_glu", "qmv_qkv", "qmv_qkv_bias", "qk_norm", "qmm_small"}
 KERNELS |= {"add_norm"}
 KERNELS |= {"qmm_small_fp", "sdpa_split", "sdpa_split_codes", "sdpa_reduce"}
 KERNELS |= {"sdpa_matrix", "sdpa_matrix_codes"}
-KERNELS |= {"sdpa_prefill", "sdpa_prefill_codes"}  # in test_prefill_sanitize.py
+KERNELS |= prefill_rows.KERNELS  # in test_prefill_sanitize.py
 # In test_qmm_sanitize.py.
 KERNELS |= {"qmm", "qmm_fp", "qmm_plain", "qmm_add", "qmm_glu"}
 KERNELS |= gather_rows.KERNELS  # in test_gather_kernels.py

@@ -149,7 +149,7 @@ BORDERS = (4, 17, 63, 64, 65, 66, 67, 80, 128, 130)
 )
 def test_rows_have_the_bits_of_single_rows(last, bits):
     """q_len 4 gives the bits of four calls on growing k_len, across chunk borders."""
-    case = sdpa_case.case(q_len=4, k_len=last, causal=True, **form(bits, bits, 64))
+    case = sdpa_case.case(q_len=4, k_len=last, causal=True, **form(bits, bits, 32))
     if bits < 16:  # the last keys are the largest: rows that see them scale otherwise
         case = Scaled(**vars(case))
         growing = 2.0 ** ((np.arange(last) - last) // 4)
@@ -189,7 +189,7 @@ TURNS = {
     "all keys": dict(causal=True),
     "a window leaves the first chunks empty": dict(causal=True, window=70),
     "lens leave the last chunks empty": dict(batch=2, lens=(33, 330)),
-    "codes": dict(causal=True, k_bits=8, v_bits=4),
+    "codes": dict(causal=True, **form(8, 4, 32)),
 }
 
 
@@ -238,7 +238,9 @@ def test_rows_have_the_bits_of_single_rows_on_tensor_cores(dtype, bits):
         heads=(32, 8), dims=(128, 128), q_len=4, k_len=3001, batch=2, dtype=dtype,
         causal=True, **form(bits, bits, 64),
     )  # fmt: skip
-    tile = dict(chunk=256, simdgroups=4, keys=16 if bits == 16 else 32)
+    tile = dict(
+        chunk=256, simdgroups=2 if bits == 8 else 4, keys=16 if bits == 16 else 32
+    )
     chosen = plan(case, 16, **tile)
     caches = case.caches()
     out = case.check(chosen, caches)

@@ -28,15 +28,23 @@ def test_every_plan_fits_every_gpu(dtype):
     for chip in CHIPS:
         for D, DV in [(d, d) for d in HEAD_DIMS] + list(HEAD_DIM_PAIRS):
             p = Sdpa(8, 2, D, DV, 64, dtype=dtype)
-            if max(D, DV) > 256:
-                assert "does not fit in registers" in supports_prefill(p)
-                with pytest.raises(ValueError, match="no kernel for"):
-                    plan_prefill(p, chip)
-                continue
             chosen = plan_prefill(p, chip)
-            assert chosen.rows in (8, 16) and chosen.keys in (16, 32, 64)
-            assert chosen.simdgroups <= 8 and not chosen.exact
-            assert tile_bytes(p, chosen.keys) <= MAX_TILE_BYTES
+            tile = chosen.rows, chosen.simdgroups, chosen.keys
+            assert tile[0] in (8, 16, 32) and tile[2] in (16, 32, 64)
+            assert tile[1] <= 8 and not chosen.exact
+            assert tile_bytes(p, *tile) <= MAX_TILE_BYTES
+            wide = "wide" in chosen.kernel
+            assert wide == (max(D, DV) > 256)
+            assert chosen.tile_rows == tile[0] * (1 if wide else tile[1])
+            # Each takes 64 elements of V, and 8 rows of scores have one that adds them.
+            assert not wide or 64 * tile[1] == DV and tile[0] <= 8 * tile[1]
+
+
+def test_what_no_kernel_takes_is_an_error():
+    p = Sdpa(8, 2, 40, 40, 64)
+    assert "head dims (40, 40)" in supports_prefill(p)
+    with pytest.raises(ValueError, match="no kernel for"):
+        plan_prefill(p, lookup("m1"))
 
 
 def test_a_plan_depends_on_neither_length_nor_batch():
@@ -54,6 +62,7 @@ def test_a_plan_depends_on_neither_length_nor_batch():
         ("m4-max", {"q_len": 32}, True),
         ("m4-max", {"head_dim": 192}, True),
         ("m4-max", {"head_dim": 256, "v_head_dim": 256}, True),
+        ("m4-max", {"head_dim": 576, "v_head_dim": 512}, True),
         ("m4-max", CODES, True),
         ("m5-max", {"q_len": 32}, False),
         ("m5-max", CODES, False),

@@ -10,10 +10,11 @@ from sdpa_case import NAN, form, matrix_plan, poisoned
 
 from mlx_phase.chip import lookup
 from mlx_phase.launch import attention
+from mlx_phase.launch.matmul import narrow_loads
 from mlx_phase.plan_attention import plan_sdpa
 from mlx_phase.problem import Sdpa
 
-MIXED = form(8, 4, 64)
+MIXED = form(8, 4, 32)  # in the ring: two groups of each head
 
 
 def plan(case: sdpa_case.Case, rows: int = 8, chunk: int = 64, simdgroups: int = 2):
@@ -94,6 +95,17 @@ def test_rows_have_the_bits_of_single_rows(last):
         tolerance.assert_bits(out[:, :, i : i + 1], one.run(plan(case), cut))
 
 
+def test_narrow_loads_change_no_bit():
+    """Codes that are copied word by word, scales one by one."""
+    case = sdpa_case.case(q_len=2, k_len=77, causal=True, **MIXED)
+    caches = tuple(map(poisoned, case.caches()))
+    want, before = case.check(plan(case), caches), narrow_loads(True)
+    try:
+        tolerance.assert_bits(case.run(plan(case), caches), want)
+    finally:
+        narrow_loads(before)
+
+
 @pytest.mark.parametrize("more", [dict(window=70), dict(batch=2, lens=(33, 330))])
 def test_chunks_in_turns_change_no_bit(more):
     """The keys of the next chunk are asked for before this one is merged."""
@@ -122,8 +134,8 @@ PLANNED = [
     (16, 16, 128, 64, 256, 16, (32, 43, 47)),
     (16, 16, 64, 64, 256, 16, (32, 64, 64)),
     (16, 16, 256, 64, 256, 16, (32, 128, 128)),
-    (8, 8, 128, 64, 256, 32, (32, 32, 32)),
-    (4, 4, 128, 64, 512, 32, (16, 32, 32)),
+    (8, 8, 128, 64, 256, 32, (32, 64, 64)),
+    (4, 4, 128, 64, 512, 32, (16, 32, 43)),
     (8, 4, 128, 64, 256, 32, None),
     (16, 4, 128, 64, 256, 16, None),
     (4, 4, 256, 64, 256, 16, None),

@@ -85,7 +85,7 @@ def test_reduce_is_strict(dtype):
 MUTATIONS = [
     ("14", "header", "fma(v[i],h[r][i],dot[r*M+m])", "v[i]*h[r][i]+dot[r*M+m]"),
     ("1", "header", "thread float*acc", "float*acc"),
-    ("11", "header", "float t=lane_sum<A>", "if(lane<9)return 0;float t=lane_sum<A>"),
+    ("11", "header", "float t=SHARES?", "if(lane<9)return 0;float t=SHARES?"),
     ("6", "header", "if(WIDE", "if constexpr(WIDE"),
     ("3", "header", "int P=in_place", "int Q=1;threadgroup float a;int P=in_place"),
     ("7", "body", "simdgroup_index_in_threadgroup", "simdgroup_number"),

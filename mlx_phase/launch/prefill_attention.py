@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..plan_prefill_attention import PrefillPlan, chunks_of, plan_prefill
 from ..problem import Sdpa
-from .attention import MASKS, Cache, arguments, form, reduce_template
+from .attention import MASKS, Cache, arguments, form, reduce_launch
 from .matmul import device_chip, kernel
 
 MERGE = 128  # threads that merge the few chunks of a row
@@ -44,7 +44,7 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
     def launch(q_len: int, chunks: int) -> tuple[dict, dict]:
         """Arguments of the kernel and, for several chunks, of the one that merges."""
         direct, rows = chunks == 1, H // problem.kv_heads * q_len
-        tiles = -(-rows // (p.rows * p.simdgroups))
+        tiles = -(-rows // p.tile_rows)
         many = [(B, H, q_len, chunks, n) for n in (DV, 2)]
         # [B, q_len, Hq, Dv] in memory is what a model reshapes next, without a copy.
         whole = [(B, q_len, H, DV)]
@@ -56,9 +56,7 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
             "output_dtypes": [dtype if direct else mx.float32, mx.float32],
         }
         return first, {
-            "template": reduce_template(problem, MERGE, 0),
-            "grid": (MERGE, B * H * q_len, 1),
-            "threadgroup": (MERGE, 1, 1),
+            **reduce_launch(problem, B * H * q_len, chunks, MERGE, 128),
             "output_shapes": whole,
             "output_dtypes": [dtype],
         }

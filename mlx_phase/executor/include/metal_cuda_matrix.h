@@ -114,6 +114,11 @@ MSL_FN void msl_load_tiles(const void* p, uint* w) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"((uint)::__cvta_generic_to_shared(p)));
 }
+// The same transposed: of two rows, 2 (L % 4) and the next, element L / 4.
+MSL_FN void msl_load_tiles_across(const void* p, uint* w) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"((uint)::__cvta_generic_to_shared(p)));
+}
 
 // The low (high) halves of a and b in one register.
 MSL_FN uint msl_low_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x5410); }

@@ -1,0 +1,122 @@
+// Quantised caches on their way through threadgroup memory, for sdpa_matrix.metal: ST slots take keys and values of a
+// step in turn and fill in the background while a simdgroup computes, without a register. K, V: Rows of both caches.
+
+// Copies of N words, which go on in the background where the hardware can.
+#ifdef MSL_TENSOR_CORES
+#define COPIES_END() msl_copy_commit()
+#define COPIES_WAIT(n) msl_copy_wait<n>()
+#else
+#define COPIES_END()
+#define COPIES_WAIT(n)
+#endif
+template <int N>
+METAL_FUNC void copy_words(threadgroup uint* to, const device uint* p) {
+#ifdef MSL_TENSOR_CORES
+  const int B = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;  // the hardware copies 4, 8 or 16 bytes
+  EACH(i, N / B) msl_copy<4 * B>(to + i * B, p + i * B);
+#else
+  uint w[N];
+  load_run<N, true>(p, w);
+  EACH(i, N) to[i] = w[i];
+#endif
+}
+
+// A slot has the codes of 16 UK keys of one cache, then scales and biases of each key.
+template <typename T, typename K, typename V, int UK, int ST>
+struct Ring {
+  static constexpr constant int KEYS = 16 * UK, K_SLOT = KEYS * (K::WORDS + 2 * K::NS), V_SLOT = KEYS * (V::WORDS + 2 * V::NS);
+  static constexpr constant int SLOT = K_SLOT > V_SLOT ? K_SLOT : V_SLOT;
+  int len, lane;
+  bool wide;
+
+  // Chunks of 16 bytes change places, so that those of eight rows come from different banks.
+  template <int RW> static METAL_FUNC constexpr int turn(const int row) {
+    return (RW & (RW - 1)) != 0 ? 0 : RW > 32 ? row % 8 : row * RW / 32 % (RW / 4);
+  }
+  // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
+  METAL_FUNC size_t offset(const int key, const uint stride) const { return (size_t)uint(min(key, len - 1)) * stride; }
+  template <int RW, bool WIDE>
+  METAL_FUNC void copy_rows(threadgroup uint* to, const device uchar* data, const uint stride, const int key) const {
+    if (WIDE) {
+      const int C = RW / 4, own = uint(lane) / C, c = uint(lane) % C;
+      const device uchar* mine = data + c * 16;
+      EACH(j, KEYS * C / 32) {
+        // C may be no divisor of 32.
+        const int i = j * 32 + lane, row = 32 % C ? i / C : own + j * (32 / C), x = 32 % C ? i % C : c;
+        const device uchar* p = 32 % C ? data + x * 16 : mine;
+        copy_words<4>(to + row * RW + (x ^ turn<RW>(row)) * 4, (const device uint*)(p + offset(key + row, stride)));
+      }
+    } else {
+      ROLLED for (int i = lane; i < KEYS * RW; i += 32) {
+        const int row = i / RW, w = i % RW;
+        to[row * RW + (w / 4 ^ turn<RW>(row)) * 4 + w % 4] = ((const device uint*)(data + offset(key + row, stride)))[w];
+      }
+    }
+  }
+  // Scales or biases, NG of each key.
+  template <int NG, bool WIDE>
+  METAL_FUNC void copy_scales(threadgroup uint* to, const device uchar* from, const uint stride, const int key, const int row) const {
+    const device uchar* p = from + offset(key + row, stride);
+    to += row * NG;
+    if (WIDE) copy_words<NG / 2>(to, (const device uint*)p);
+    else EACH(i, NG) ((threadgroup ushort*)to)[i] = ((const device ushort*)p)[i];
+  }
+  template <typename Rows, bool WIDE>
+  METAL_FUNC void copy_slot(const thread Rows& from, threadgroup uint* to, const int key) const {
+    copy_rows<Rows::WORDS, WIDE>(to, from.data, from.stride, key);
+    to += KEYS * Rows::WORDS;
+    if (UK == 2) {
+      copy_scales<Rows::NG, WIDE>(to, from.scales, from.scale_stride, key, lane);
+      copy_scales<Rows::NG, WIDE>(to + Rows::NS, from.biases, from.bias_stride, key, lane);
+    } else {
+      const bool low = lane < 16;
+      copy_scales<Rows::NG, WIDE>(
+          to + (low ? 0 : Rows::NS), low ? from.scales : from.biases, low ? from.scale_stride : from.bias_stride, key, lane % 16);
+    }
+  }
+  template <typename Rows>
+  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key) const {
+    if (wide) copy_slot<Rows, true>(from, to, key);
+    else copy_slot<Rows, false>(from, to, key);
+  }
+
+  // 16 keys from row `first` on, w[2][RW / 4]. Of each half and chunk the word TILE_COL of key TILE_ROW, or, ACROSS, 16
+  // bits, number TILE_ROW, of the keys 2 TILE_COL and 2 TILE_COL + 1.
+  template <int RW, bool ACROSS>
+  METAL_FUNC void tile(const threadgroup uint* rows, const int first, thread uint* w) const {
+#ifdef MSL_TENSOR_CORES
+    EACH(c, RW / 8) {
+      const int row = first + lane % 16;
+      const threadgroup uint* p = rows + row * RW + ((2 * c + lane / 16) ^ turn<RW>(lane % 16)) * 4;
+      uint t[4];
+      if (ACROSS) msl_load_tiles_across(p, t);
+      else msl_load_tiles(p, t);
+      EACH(i, 4) w[i % 2 * (RW / 4) + 2 * c + i / 2] = t[i];
+    }
+#else
+    EACH(i, RW / 2) {
+      const int c = i % (RW / 4), row = first + i / (RW / 4) * 8 + (ACROSS ? 2 * TILE_COL(lane) : TILE_ROW(lane));
+      const threadgroup uint* p = rows + row * RW + (c ^ turn<RW>(row)) * 4;
+      const threadgroup uint* next = rows + (row + 1) * RW + (c ^ turn<RW>(row + 1)) * 4;
+      const int d = TILE_ROW(lane);
+      w[i] = ACROSS ? ((const threadgroup ushort*)p)[d] | uint(((const threadgroup ushort*)next)[d]) << 16 : p[TILE_COL(lane)];
+    }
+#endif
+  }
+  // The words of a slot, and scales and biases of the keys 8 h + TILE_ROW, [h][2][NS].
+  template <typename Rows, bool ACROSS>
+  METAL_FUNC void words(const threadgroup uint* slot, thread uint* w) const {
+    EACH(t, UK) tile<Rows::WORDS, ACROSS>(slot, 16 * t, w + t * (Rows::WORDS / 2));
+  }
+  template <typename Rows>
+  METAL_FUNC void scales(const threadgroup uint* slot, thread uint* sb) const {
+    EACH(h, 2 * UK) {
+      const threadgroup uint2* p = (const threadgroup uint2*)(slot + KEYS * Rows::WORDS) + (8 * h + TILE_ROW(lane)) * Rows::NS;
+      EACH(i, Rows::NS) {
+        const uint2 x = p[i];
+        sb[(h * Rows::NS + i) * 2] = x.x;
+        sb[(h * Rows::NS + i) * 2 + 1] = x.y;
+      }
+    }
+  }
+};
