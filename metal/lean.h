@@ -14,10 +14,13 @@ METAL_FUNC constexpr int slices() { return KS * M > 8 ? 1 : 2; }
 // Rows of x that a simdgroup widens, of the M of each KS.
 template <int M, int SG, int KS>
 METAL_FUNC constexpr int units() { return shares_x<M, SG, KS>() ? (KS * M + SG - 1) / SG : M; }
-// Slices and sums of x; later, in the same place, the sums of simdgroups and of squares.
+// Eight sums of each lane of a simdgroup, and a gap that keeps rows in other banks.
+constant constexpr int TURN = 72;
+// Slices and sums of x; later, in the same place, sums of lanes, of simdgroups and of squares.
 template <int M, int R, int SG, int KS, bool NORM>
 METAL_FUNC constexpr int shared_size() {
-  return shares_x<M, SG, KS>() ? KS * M * (64 * slices<M, KS>() + 8) : KS > 1 ? (SG * R * M + KS * M + 3) / 4 : 1;
+  const int staged = KS * M * (64 * slices<M, KS>() + 8), sums = KS > 1 ? (SG * R * M + KS * M + 3) / 4 : 1;
+  return !shares_x<M, SG, KS>() ? sums : staged > SG * TURN ? staged : SG * TURN;
 }
 
 // Pairs of v[0 .. N - 1], each added to those of the lane that differs by o: the first of a pair in lanes
@@ -38,6 +41,23 @@ METAL_FUNC float lane_sum(thread float* v, const uint lane) {
   fold<(A + 3) / 4>(v, lane, 4);
   fold<(A + 7) / 8>(v, lane, 8);
   fold<(A + 15) / 16>(v, lane, 16);
+  return v[0];
+}
+// The same along the same tree, eight values at a time by way of mem [TURN]: half the instructions.
+template <int A>
+METAL_FUNC float lane_sum(thread float* v, threadgroup float4* mem, const uint lane) {
+  const int TURNS = (A + 7) / 8;
+  threadgroup float* to = (threadgroup float*)mem + lane;
+  const threadgroup float4* from = mem + (lane & 7) * 9 + (lane >> 3) * 2;
+  UNROLL for (int i = 0; i < TURNS; i++) {
+    if (i > 0) simdgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int j = 0; j < 8; j++) to[36 * j] = v[8 * i + j < A ? 8 * i + j : A - 1];
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const float4 a = from[0], b = from[1];
+    v[i] = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+  }
+  fold<TURNS>(v, lane, 8);
+  fold<(TURNS + 1) / 2>(v, lane, 16);
   return v[0];
 }
 
@@ -63,24 +83,28 @@ METAL_FUNC void take8(
   if (count) *square = squares;
 }
 
-// Slice j of the packs from base on: unit ks M + m is row m for simdgroups ks.
+// Slice j of the packs from base on, of which a lane's is at[u]: unit ks M + m is row m for simdgroups ks.
 template <typename T, int bits, int M, int SG, int KS, int PK, bool WIDE, bool NORM>
 METAL_FUNC void stage(
-    const device T* x, const device T* nw, threadgroup float4* xs, threadgroup float* sums, thread float* sum,
-    thread float* square, const int K, const int base, const int end, const int j, const uint sg,
-    const uint lane) {
+    const device T* x, const device T* nw, threadgroup float4* xs, threadgroup float* sums, thread uint* at,
+    thread float* sum, thread float* square, const uint K, const int base, const int end, const int j,
+    const uint sg, const uint lane) {
   const int U = units<M, SG, KS>();
   UNROLL for (int u = 0; u < U; u++) {
-    const int unit = sg + u * SG, c = base + unit / M * 32 + lane;
+    const uint unit = sg + u * SG, ks = KS > 1 ? unit / M : 0, m = unit - ks * M;
     if (SG * U > KS * M && unit >= KS * M) continue;
-    const uint k = min(c, end - 1) * PK + 8 * j;
+    const int c = base + ks * 32 + lane;
     float v[8];
-    if (j == 0) sum[u] = 0;
-    take8<T, bits, WIDE, NORM>(x + (size_t)(unit % M) * K + k, nw + k, v, sum + u, square + u, c < end);
+    if (j == 0) {
+      sum[u] = 0;
+      at[u] = min(c, end - 1) * PK;
+    }
+    take8<T, bits, WIDE, NORM>(
+        x + (size_t)m * K + at[u] + 8 * j, nw + at[u] + 8 * j, v, sum + u, square + u, c < end);
     threadgroup float4* to = xs + unit * 64 + lane;
     to[0] = float4(v[0], v[1], v[2], v[3]);
     to[32] = float4(v[4], v[5], v[6], v[7]);
-    if (AFFINE && j == PK / 8 - 1) sums[unit * 32 + lane] = sum[u] * UNIT;
+    if (AFFINE && j == PK / 8 - 1) sums[unit * 32] = sum[u] * UNIT;
   }
 }
 
@@ -93,15 +117,16 @@ METAL_FUNC void lean_rows(
   const int PK = pack_size<bits, group>(), NW = PK * bits / 32, J = PK / 8, H = (R + 1) / 2;
   const int B = slices<M, KS>(), SLICE = KS * M * 64, ks = sg % KS;
   const bool SHARES = shares_x<M, SG, KS>();
-  threadgroup float* sums = (threadgroup float*)(xs + slices<M, KS>() * SLICE);
+  threadgroup float* sums = (threadgroup float*)(xs + slices<M, KS>() * SLICE) + lane;
   float sum[M];
+  uint place[units<M, SG, KS>()];
   if (SHARES && first < end)
-    stage<T, bits, M, SG, KS, PK, WIDE, NORM>(x, nw, xs, sums, sum, square, K, first, end, 0, sg, lane);
+    stage<T, bits, M, SG, KS, PK, WIDE, NORM>(x, nw, xs, sums, place, sum, square, K, first, end, 0, sg, lane);
   if (SHARES) threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int base = first; base < end; base += 32 * KS) {
     // Lanes behind the end take the last pack and add nothing.
     const int c = base + ks * 32 + lane;
-    const uint p = min(c, end - 1), g = p * PK / group;
+    const uint p = min(c, end - 1), g = p / (group / PK);
     uint q[R * NW];
     float s[R], b[R], dot[R * M];
     UNROLL for (int r = 0; r < R; r++) {
@@ -117,7 +142,7 @@ METAL_FUNC void lean_rows(
       const int next = j + 1 < J ? base : base + 32 * KS;
       if (SHARES && B == 2 && next < end)
         stage<T, bits, M, SG, KS, PK, WIDE, NORM>(
-            x, nw, xs + SLICE * ((j + 1) % B), sums, sum, square, K, next, end, (j + 1) % J, sg, lane);
+            x, nw, xs + SLICE * ((j + 1) % B), sums, place, sum, square, K, next, end, (j + 1) % J, sg, lane);
       if (j == (SHARES ? J - 1 : 0)) {  // late where registers are short
         UNROLL for (int r = 0; r < R; r++) {
           const bool two = PAIR && r >= H;
@@ -140,7 +165,7 @@ METAL_FUNC void lean_rows(
       }
       if (j == J - 1 && c < end) {
         UNROLL for (int m = 0; m < M; m++) {
-          const float t = !AFFINE ? 0 : SHARES ? sums[(ks * M + m) * 32 + lane] : sum[m] * UNIT;
+          const float t = !AFFINE ? 0 : SHARES ? sums[(ks * M + m) * 32] : sum[m] * UNIT;
           UNROLL for (int r = 0; r < R; r++) {
             acc[r * M + m] = fma(s[r], dot[r * M + m], acc[r * M + m]);
             if (AFFINE) acc[r * M + m] = fma(b[r], t, acc[r * M + m]);
@@ -151,7 +176,7 @@ METAL_FUNC void lean_rows(
       if (SHARES && B == 1) {
         if (next < end)
           stage<T, bits, M, SG, KS, PK, WIDE, NORM>(
-              x, nw, xs, sums, sum, square, K, next, end, (j + 1) % J, sg, lane);
+              x, nw, xs, sums, place, sum, square, K, next, end, (j + 1) % J, sg, lane);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
@@ -166,8 +191,8 @@ METAL_FUNC float product(
     const float eps, const float add, const uint sg, const uint lane, const uint split = 0) {
   const bool SHARES = shares_x<M, SG, KS>();
   const int A = R * M, U = units<M, SG, KS>(), ks = sg % KS, i = min(int(lane), A - 1);
-  const int packs = K / pack_size<bits, group>(), share = (packs + SPLITS - 1) / SPLITS;
-  const int first = split * share, end = min(packs, first + share);
+  const int packs = uint(K) / pack_size<bits, group>(), share = uint(packs + SPLITS - 1) / SPLITS;
+  const int first = SPLITS > 1 ? split * share : 0, end = SPLITS > 1 ? min(packs, first + share) : packs;
   const bool wide = ALIGNED(x, 16) && (!NORM || ALIGNED(nw, 16)) && ALIGNED(at.w, (pack_bytes<bits, group>())) &&
                     (!PAIR || ALIGNED(at.w2, (pack_bytes<bits, group>())));
   float acc[A], square[U];
@@ -179,11 +204,12 @@ METAL_FUNC float product(
   else
     lean_rows<T, bits, group, M, R, SG, KS, false, NORM, PAIR>(
         x, nw, at, part, acc, square, K, first, end, sg, lane);
-  float t = lane_sum<A>(acc, lane), n = 0;
+  float t = SHARES ? lane_sum<A>(acc, part + sg * TURN, lane) : lane_sum<A>(acc, lane), n = 0;
   if (KS == 1 && !(SHARES && NORM)) {
     if (NORM) n = simd_shuffle(lane_sum<M>(square, lane), ushort(i % M));
   } else {
     threadgroup float *p = (threadgroup float*)part, *norms = p + SG * A;
+    if (SHARES) threadgroup_barrier(mem_flags::mem_threadgroup);
     if (lane < A) p[sg * A + lane] = t;
     UNROLL for (int u = 0; NORM && u < (SHARES ? U : 1); u++) {
       // Of all rows, or of the one that this simdgroup has widened.
@@ -206,12 +232,13 @@ template <typename T, int bits, int group, int M, int R, int SG, int KS, int SPL
 METAL_FUNC void qmv(
     const device T* x, const device uint* w, const device S* scales, const device S* biases, device O* y,
     threadgroup float4* part, const int N, const int KW, const uint3 tg, const uint sg, const uint lane) {
-  const int K = KW * 32 / bits, row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
+  const int K = uint(KW * 32) / bits, row0 = (tg.x * (SG / KS) + sg / KS) * R, row = min(row0, N - R);
   Rows<S, S> at;
-  set_rows(at, w, scales, biases, KW, K / group, row, row);
+  set_rows(at, w, scales, biases, KW, uint(K) / group, row, row);
   const float t = product<T, bits, group, M, R, SG, KS, false, false, S, SPLITS>(
       x, x, at, part, K, 0.0f, 0.0f, sg, lane, tg.y);
   const int n = row + lane / M;
   // The last tile moves back to stay inside; rows it shares with the one before are not stored.
-  if (sg % KS == 0 && lane < R * M && n >= row0) y[(size_t)(tg.y * M + lane % M) * N + n] = O(t);
+  if (sg % KS == 0 && lane < R * M && n >= row0)
+    y[(size_t)((SPLITS > 1 ? tg.y * M : 0) + lane % M) * N + n] = O(t);
 }

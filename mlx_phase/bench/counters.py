@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
-from ..chip import Chip, lookup
-from ..counters import LANES, Cost, Prediction, predict
-from ..executor import ExecutorError
-from . import BenchError, counters_attention, counters_prefill
-from .counters_kernels import CHIPS, PerWeight, mlx_qmv, on_cpu, ours, planned
+import mlx.core as mx
 
-PUBLISHED = Path(__file__).parents[1] / "data" / "small_m.csv"
+from ..chip import lookup
+from ..counters import LANES, Prediction
+from ..executor import ExecutorError
+from . import BenchError, counters_attention, counters_prefill, counters_published
+from .counters_kernels import (
+    CHIPS,
+    mlx_route,
+    on_cpu,
+    our_route,
+    ours,
+    planned,
+    time,
+    whole,
+)
+
 MARKS = re.compile(
     r"(?P<begin><!-- bench counters (?P<name>\w+) -->\n)"
     r"(?P<text>.*?)"
@@ -27,88 +35,8 @@ MARKS = re.compile(
 #: K and N of the predicted times.
 SHAPE = (4096, 14336)
 ROWS = (1, 2, 4, 8)
-
-
-def vectors(M: int) -> tuple[int, int]:
-    """(tiles, rows of a tile) of MLX's qmv_wide: the fewest tiles of at most 5 rows."""
-    tiles = -(-M // 5)
-    return tiles, -(-M // tiles)
-
-
-def mlx_route(M: int, chip: Chip) -> tuple[str, list[PerWeight]]:
-    """MLX 0.32's kernel for a large matrix, and its passes over the weights."""
-    if M == 1:
-        return "qmv_fast", [mlx_qmv("fast", 1)]
-    if chip.family in ("Apple7", "Apple8"):
-        if M < 6:
-            return "qmv_fast, a read per row", [mlx_qmv("fast", 1)] * M
-        return "qmm, 32 rows", [mlx_qmv("qmm", M)]
-    tiles, rows = vectors(M)
-    return f"qmv_wide, {tiles} of {rows}", [mlx_qmv("wide", rows)] * tiles
-
-
-def our_route(M: int, chip: Chip) -> tuple[str, list[PerWeight]]:
-    """Our kernel with the plan's tile."""
-    p = planned(M, chip)
-    shared = f", x shared by {p.simdgroups}" if p.simdgroups > 2 else ""
-    return f"qmv, {p.rows} rows{shared}", [ours(M, p)]
-
-
-def time(
-    passes: list[PerWeight], M: int, K: int, N: int, chip: Chip, cached: bool = False
-) -> Prediction:
-    """Of a launch whose passes read the same weights: memory moves them once."""
-    work = whole(passes).times(N * K)
-    memory = passes[0].cost.memory_bytes * N * K + 2 * M * (N + K)
-    return predict(replace(work, memory_bytes=memory), chip, cached=cached)
-
-
-def whole(passes: list[PerWeight]) -> Cost:
-    """Work per weight of all passes."""
-    return reduce(Cost.plus, (p.cost for p in passes))
-
-
-def validation() -> str:
-    """Reported against predicted, for MLX's kernels."""
-    with PUBLISHED.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    lines = [
-        "| source | chip | K → N | M | unit | reported | predicted | error | bound |",
-        "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | --- |",
-    ]
-    errors = []
-    for row in rows:
-        chip = lookup(f"{row['chip']} {row['cores']}")
-        K, N, M = int(row["K"]), int(row["N"]), int(row["M"])
-
-        def of(M: int, K=K, N=N, chip=chip, row=row) -> Prediction:
-            passes = [mlx_qmv("qmm", M)] if row["kernel"] == "qmm" else None
-            passes = passes or mlx_route(M, chip)[1]
-            return time(passes, M, K, N, chip, row["cached"] == "yes")
-
-        found = of(M)
-        value = found.us
-        if row["against"].startswith("M="):
-            value /= of(int(row["against"][2:])).us
-        elif row["against"] == "per row":
-            value = time([mlx_qmv("fast", 1)] * M, M, K, N, chip).us / value
-        reported = float(row["reported"])
-        errors.append(value / reported - 1)
-        source = row["source"].replace("ml-explore/", "")
-        unit = {"us": "µs"}.get(row["against"], f"× {row['against']}")
-        digits = 0 if unit == "µs" else 2
-        lines.append(
-            f"| {source} | {chip.name} {chip.gpu_cores} | {K} → {N} | {M} | {unit} | "
-            f"{reported:.{digits}f} | {value:.{digits}f} | {errors[-1]:+.0%} | "
-            f"{found.bound} |"
-        )
-    near = sum(abs(e) <= 0.15 for e in errors)
-    size = sorted(map(abs, errors))[len(errors) // 2]
-    lines.append(
-        f"\n{near} of {len(errors)} points are within 15 %; the median error is "
-        f"{size:.0%}. Notes on each source are in `mlx_phase/data/small_m.csv`."
-    )
-    return "\n".join(lines)
+#: K and N of decode steps.
+DECODE = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672), (4096, 128256))
 
 
 def kernels() -> str:
@@ -132,6 +60,28 @@ def kernels() -> str:
                 f"{work.slots:.1f} | {work.fma:.1f} | {work.slow:.1f} | "
                 f"{whole(passes).cycles:.1f} |"
             )
+    return "\n".join(lines)
+
+
+def goals() -> str:
+    """Cycles per weight of our kernel as planned for decode shapes, and the aim."""
+    rows = range(1, 9)
+    cases = [(K, N, mx.bfloat16, "M3 Max 40") for K, N in DECODE]
+    cases += [(4096, 14336, mx.float16, "M3 Max 40")]
+    cases += [(K, 4096, mx.bfloat16, "M3 Ultra 80") for K in (4096, 14336)]
+    head = " | ".join(f"M = {M}" for M in rows)
+    aims = " | ".join("3" if M == 1 else str(M + 3) for M in rows)
+    lines = [
+        f"| K → N | type | chip | {head} |",
+        "| --- | --- | --- |" + " ---: |" * len(rows),
+        f"| aim | | | {aims} |",
+    ]
+    for K, N, dtype, name in cases:
+        plans = [planned(M, lookup(name), K, N) for M in rows]
+        found = [ours(M, p, 4, K, dtype) for M, p in zip(rows, plans, strict=True)]
+        cells = " | ".join(f"{f.cost.cycles:.2f}" for f in found)
+        kind = str(dtype).rpartition(".")[2]
+        lines.append(f"| {K} → {N} | {kind} | {name} | {cells} |")
     return "\n".join(lines)
 
 
@@ -176,8 +126,10 @@ def _letter(found: Prediction) -> str:
 
 
 TABLES = {
-    "validation": validation,
+    "validation": counters_published.validation,
+    "order": counters_published.order,
     "kernels": kernels,
+    "goals": goals,
     "tiles": tiles,
     "times": times,
     "attention": counters_attention.table,

@@ -36,7 +36,7 @@ _RESULT = re.compile(
 _NAMES = re.compile(r"%[\w.]+")
 _LABEL = re.compile(r"^([\w.]+):")
 _CALLEE = re.compile(r"@(?:llvm\.)?([\w]+)")
-_OURS = re.compile(r"emu_|__tsan|_GLOBAL_|__cxx_global|tsan\.|_Z.*3emu")
+_OURS = re.compile(r"emu_|__tsan|_GLOBAL_|__cxx_global|tsan\.|_Z.*3emu|_ZZN5metal")
 #: LLVM instruction -> kind; those that are not here cost nothing.
 _KINDS = {
     "fadd": "float", "fsub": "float", "fmul": "float", "fdiv": "divide",
