@@ -95,7 +95,7 @@ struct SdpaMatrix {
   static METAL_FUNC void run(
       const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
       const bool wide, const Mask mask, const int4 mask_steps, const S sinks, device O* out, device float* ml,
-      threadgroup float* part, threadgroup float* state, threadgroup uint* ring, const thread Place& at, const int stride) {
+      threadgroup float* part, threadgroup float* state, threadgroup uint4* ring, const thread Place& at, const int stride) {
     const float scale = q_scale * LOG2E;
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
     const uint one = one_bits(at.q_len);
@@ -109,7 +109,7 @@ struct SdpaMatrix {
     int chunk = skip(at, at.chunk, stride, row0, ml);
     const int here = first_key(at, chunk);
     const Steps steps = {at.len, at.lane, wide};
-    threadgroup uint* slots = ring + at.sg * (ST * SLOT);
+    threadgroup uint* slots = (threadgroup uint*)ring + at.sg * (ST * SLOT);
     Ahead ahead = {chunk, here, min(at.len, (chunk + 1) * CHUNK)};
     int slot = 0;
     if (RING) EACH(i, ST / 2) {
@@ -349,7 +349,7 @@ struct SdpaMatrix {
 typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint ring[X::RING ? X::SLOTS : 4];
+threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -368,7 +368,7 @@ X::run(
 typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint ring[X::RING ? X::SLOTS : 4];
+threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

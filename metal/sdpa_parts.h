@@ -11,7 +11,9 @@ struct Parts {
     return e;
   }
   // The padding is against bank conflicts.
-  static constexpr constant int E = share(), P = 8 * E + 4, F = RUN < 4 ? RUN : E < 4 ? E : 4;
+  static constexpr constant int E = share(), P = 8 * E + 4;
+  // Up to four, of which a run and a share hold whole numbers.
+  static constexpr constant int F = E % 4 == 0 && RUN % 4 == 0 ? 4 : E % 2 == 0 && RUN % 2 == 0 ? 2 : 1;
   // Elements e of a lane, F of which are read at once, are in different banks.
   static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
 

@@ -24,8 +24,7 @@ METAL_FUNC void copy_words(threadgroup uint* to, const device uint* p) {
 // A slot has the codes of 16 UK keys of one cache, then scales and biases of each key.
 template <typename T, typename K, typename V, int UK, int ST>
 struct Ring {
-  static constexpr constant int KEYS = 16 * UK, K_SLOT = KEYS * (K::WORDS + 2 * K::NS), V_SLOT = KEYS * (V::WORDS + 2 * V::NS);
-  static constexpr constant int SLOT = K_SLOT > V_SLOT ? K_SLOT : V_SLOT;
+  static constexpr constant int KEYS = 16 * UK;
   int len, lane;
   bool wide;
 

@@ -13,6 +13,8 @@ from mlx_phase.problem import Matmul, Sdpa
 #: The kernels that these rows reach.
 KERNELS = {"sdpa_matrix", "sdpa_matrix_codes", "qmm_small", "qmm_small_fp"}
 
+# Codes of an even number of groups come through the ring.
+_RING = dict(k_bits=8, v_bits=4, k_group=32, v_group=32)
 # (problem, rows of a simdgroup, one chunk): every dtype, bits, mask and mode.
 _ATTENTION = (
     (Sdpa(32, 8, 128, 128, q_len=4, causal=True), 16, False),
@@ -20,7 +22,7 @@ _ATTENTION = (
     (Sdpa(8, 2, 112, 112, dtype="float32", mask="additive", lens=True), 8, False),
     (Sdpa(16, 2, 256, 256, window=64, causal=True), 8, False),
     (Sdpa(32, 8, 128, 128, k_bits=4, v_bits=4, k_group=32, v_group=32), 8, False),
-    (Sdpa(32, 8, 64, 64, k_bits=8, v_bits=4, dtype="float16"), 16, True),
+    (Sdpa(32, 8, 64, 64, dtype="float16", **_RING), 16, True),
     (Sdpa(8, 8, 64, 64, k_bits=16, v_bits=8, dtype="float32", mask="bool"), 8, False),
 )
 _MATMUL = (

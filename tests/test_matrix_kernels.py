@@ -35,4 +35,6 @@ def test_kernel_compiles_for_tensor_cores(name):
     arch = ("sm_80", "sm_90a")[SHORT.index(name) % 2]
     # Codes of a cache are halves, whatever its dtype.
     whole = "bfloat16" in name and "sdpa_matrix_codes" not in name
-    tensor_cores.compiled(ROWS[name], arch, "bf16" if whole else "f16")
+    made = tensor_cores.compiled(ROWS[name], arch, "bf16" if whole else "f16")
+    # What is copied in the background goes to whole 16 bytes.
+    assert "cp.async.cg" not in made or ".shared .align 16 " in made

@@ -119,11 +119,19 @@ def test_chunks_in_turns_change_no_bit(more):
         tolerance.assert_bits(case.run(turns, caches), want)
 
 
-@pytest.mark.parametrize("dim,rows", [(64, 16), (256, 8)])
-def test_parts_are_added_in_passes(dim, rows):
+@pytest.mark.parametrize(
+    "dim,rows,bits",
+    [
+        (64, 16, form(16, 16, 64)),
+        (256, 8, form(16, 16, 64)),
+        (128, 16, form(4, 8, 32)),  # behind the ring: one element of runs of two
+        (192, 8, form(4, 4, 32)),  # six of runs of four
+    ],
+)
+def test_parts_are_added_in_passes(dim, rows, bits):
     """Two blocks of 16 rows, or long heads: threadgroup memory holds a part of o."""
     case = sdpa_case.case(
-        heads=(8, 1), dims=(dim, dim), q_len=4, k_len=140, causal=True
+        heads=(8, 1), dims=(dim, dim), q_len=4, k_len=140, causal=True, **bits
     )
     case.check(matrix_plan(case, rows, 64, 4))
 
