@@ -150,14 +150,14 @@ def measure(
     report = refused = None
     failures: list[str] = []
 
-    def run(name: str, **options: Any) -> Run:
+    def run(name: str, delay: float = 0, **options: Any) -> Run:
         nonlocal report
         if job.kv is not None:
             options["kv"] = job.kv
-        if name == "B":
-            return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
-        with patch(model) as report:
+        with patch(model) if name == "A" else nullcontext(report) as report:
             settle(model, job.prompt, job.kv)
+            if delay:
+                sleep(delay)
             return generate(model, job.prompt, job.tokens, on_token=on_token, **options)
 
     order = abba(job.repeats) if job.stock else "A" * job.repeats
@@ -174,9 +174,7 @@ def measure(
             job, order = replace(job, stock=False), "A" * job.repeats
     ops.reset_served()
     for name in order:
-        if job.delay:
-            sleep(job.delay)
-        sides[name].runs.append(run(name))
+        sides[name].runs.append(run(name, job.delay))
     served = Counter(ops.served())
     prompt = sum((Counter(r.prompt_served) for r in sides["A"].runs), Counter())
     for name in sorted(set(order)) if job.host_steps else ():
