@@ -147,6 +147,7 @@ def case(
     kind = "none"
     extras = {}
     if mask is not None:
+        mx.broadcast_to(mask, (batch, Hq, q_len, k_len))  # the launcher takes its word
         kind = "bool" if mask.dtype == mx.bool_ else "additive"
         extras["mask"] = mask
     if sinks:

@@ -21,7 +21,7 @@ CASES = {
 WIDE_CASES = {
     "wide_masks_and_window": dict(
         q_len=7, k_len=40, causal=True, window=20, sinks=True,
-        mask=sdpa_case.random_mask((1, 3, 7, 40)),
+        mask=sdpa_case.random_mask((1, 4, 7, 40)),
     ),
     "wide_codes_lens_and_chunks": dict(
         k_bits=4, v_bits=8, v_group=32, heads=(2, 1), q_len=3, k_len=270, lens=(260,),
