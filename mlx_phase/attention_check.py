@@ -135,8 +135,13 @@ def _run(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
 def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     inputs, scale = canary(p), p.head_dim**-0.5
     arrays = {k: inputs[k] for k in ("mask", "sinks", "lens")}
+    caches = inputs["k"], inputs["v"]
+    if p.joint:
+        caches = mx.concatenate(caches), None
+        if p.lens:
+            caches = _padded(caches[0]), None
     call = prepare(p, chosen)
-    o = call(inputs["q"], inputs["k"], inputs["v"], scale=scale, **arrays)
+    o = call(inputs["q"], *caches, scale=scale, **arrays)
     o = np.array(o.astype(mx.float32))
     right = attention(p, inputs, scale)
     dense = attention(p, inputs, scale, p.dtype)

@@ -66,7 +66,9 @@ def _kind(mask, q_len: int):
     return mask if isinstance(mask, str) else mask.dtype
 
 
-def _key(q, k, v, mask, sinks, group_size, bits, lens) -> tuple[tuple, int, bool]:
+def _key(
+    q, k, v, mask, sinks, group_size, bits, lens, joint
+) -> tuple[tuple, int, bool]:
     """What a call is known by, k_len apart; k_len; whether it is that of all parts.
 
     On the path of each decode step: no loops where there is nothing to loop over.
@@ -78,6 +80,7 @@ def _key(q, k, v, mask, sinks, group_size, bits, lens) -> tuple[tuple, int, bool
         _kind(mask, shape[2]),
         None if sinks is None else (sinks.shape, sinks.dtype),
         lens is None,
+        joint,
     )
     if type(k) is mx.array:
         ks, vs = k.shape, v.shape
@@ -92,15 +95,18 @@ def _key(q, k, v, mask, sinks, group_size, bits, lens) -> tuple[tuple, int, bool
     return key, first[2], [s[:3] for s in shapes] == [first] * 6
 
 
-def route(q, k, v, mask=None, sinks=None, group_size=64, bits=8, lens=None) -> Route:
-    """Check the arguments of an attention and choose who computes it.
+def route(
+    q, k, v, mask=None, sinks=None, group_size=64, bits=8, lens=None, joint=False
+) -> Route:
+    """Check the arguments of an attention and choose who computes it. joint: k and v
+    are the halves of one array.
 
     Raises one ValueError (TypeError: not an array), before anything is launched, for
     arguments that do not belong together (`check_attention`).
     """
     found = key = None
     try:
-        key, k_len, alike = _key(q, k, v, mask, sinks, group_size, bits, lens)
+        key, k_len, alike = _key(q, k, v, mask, sinks, group_size, bits, lens, joint)
         found = ROUTES.get(key) or _LEFT.get(key)
     except (AttributeError, IndexError, TypeError):
         pass  # the check below says what is wrong
@@ -108,13 +114,13 @@ def route(q, k, v, mask=None, sinks=None, group_size=64, bits=8, lens=None) -> R
         if type(mask) is not mx.array or mask_fits(mask.shape, (*q.shape[:3], k_len)):
             return found
     check_attention(q, k, v, mask, sinks, group_size, bits)
-    found = _choose(key, q, k, v, mask, sinks, group_size, bits, lens)
+    found = _choose(key, q, k, v, mask, sinks, group_size, bits, lens, joint)
     if found.name == "stock" and len(_LEFT) < MAX_LEFT:
         _LEFT[key] = found
     return found
 
 
-def _choose(key, q, k, v, mask, sinks, group_size, bits, lens) -> Route:
+def _choose(key, q, k, v, mask, sinks, group_size, bits, lens, joint) -> Route:
     plain = isinstance(k, mx.array)
     B, Hq, q_len, D = q.shape
     first, last = (k, v) if plain else (k[0], v[0])
@@ -150,6 +156,7 @@ def _choose(key, q, k, v, mask, sinks, group_size, bits, lens) -> Route:
         mask=_MASKS.get(kind, "additive"),
         sinks=sinks is not None,
         lens=lens is not None,
+        joint=joint,
     )
     return kernel_route(problem, key)
 
@@ -170,18 +177,26 @@ def kernel_route(problem: Sdpa, key: tuple | None = None) -> Route:
 
 
 def attend(
-    q, k, v, *, scale, mask=None, sinks=None, group_size=64, bits=8, lens=None
+    q, k, v, *, scale, mask=None, sinks=None, group_size=64, bits=8, lens=None, kv=None
 ) -> mx.array | None:
     """The kernels' result, or None where stock has to serve; counted either way.
 
-    Arguments as `sdpa`; lens int32 [B]: keys there are, of the k_len that k holds.
+    Arguments as `sdpa`; lens int32 [B]: keys there are, of the k_len that k holds; kv:
+    the array [2 B, Hkv, k_len, D] that k and v are the halves of, or None.
     """
-    found = route(q, k, v, mask, sinks, group_size, bits, lens)
+    given = mask, sinks, group_size, bits, lens
+    more = {"scale": scale, "sinks": sinks, "lens": lens}
+    array = None if isinstance(mask, str) else mask
+    if kv is not None and array is None:
+        found = route(q, k, v, *given, True)
+        if found.launch is not None:
+            found.calls += 1
+            return found.launch(q, kv, None, **more)
+    found = route(q, k, v, *given)
     found.calls += 1
     if found.launch is None:
         return None
-    array = None if isinstance(mask, str) else mask
-    return found.launch(q, k, v, scale=scale, mask=array, sinks=sinks, lens=lens)
+    return found.launch(q, k, v, mask=array, **more)
 
 
 def sdpa(

@@ -39,7 +39,8 @@ def attend(
     cache.unread, lens = False, cache.position.lens
     options = {"scale": scale, "sinks": sinks}
     coded = {"group_size": group_size, "bits": bits}
-    o = attention_ops.attend(q, k, v, mask=mask, lens=lens, **options, **coded)
+    keys = {"mask": mask, "lens": lens, "kv": cache.joint(k, v)}
+    o = attention_ops.attend(q, k, v, **keys, **options, **coded)
     if o is not None:
         return o
     if not isinstance(k, mx.array):

@@ -121,6 +121,10 @@ def supports_form(problem: Sdpa) -> str | None:
                 f"{name} has {bits}-bit codes in groups of {group} of {dim}: kernels "
                 f"have bits {CACHE_BITS} and groups {CACHE_GROUPS}"
             )
+    if p.joint and (
+        p.mask != "none" or dims[0] != dims[1] or min(p.k_bits, p.v_bits) < 16
+    ):
+        return "keys and values in one array are plain, of one head dim, without a mask"
     return None
 
 
@@ -153,6 +157,8 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         keys = min(keys, 2)  # a key takes twice the registers
     if min(p.k_bits, p.v_bits) < 16:
         kernel += "_codes"
+    elif p.joint:
+        kernel += "_joint"
     rows, threadgroups = row_block(G * p.q_len, most), 0
     if kernel.startswith("sdpa_matrix"):
         bits, group = max(p.k_bits, p.v_bits), min(p.k_group, p.v_group)

@@ -97,6 +97,7 @@ class Sdpa:
     the last row all. ``window``: row i sees at most that many, up to its own (0: all).
     ``mask``: ``none``, ``bool`` or ``additive``. ``sinks``: one more score per head, in
     the denominator alone. ``lens``: keys of each batch row are counted on the device.
+    ``joint``: k and v are one array ``[2 B, Hkv, k_len, D]``, k first.
     ``k_len`` is not part of any plan; 0 says any.
     """
 
@@ -116,4 +117,5 @@ class Sdpa:
     mask: str = "none"
     sinks: bool = False
     lens: bool = False
+    joint: bool = False
     k_len: int = 0

@@ -27,6 +27,7 @@ _EXPERTS_GLU = ("activate.h", *_EXPERTS[:-1], "gather.h", _EXPERTS[-1])
 _SPLIT = ("sdpa.h", "sdpa_place.h", "sdpa_split.metal")
 _CACHES = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_codes.h")
 _MATRIX = ("sdpa_parts.h", "sdpa_matrix.metal")
+_PLAIN_MATRIX = (*_PLAIN, *_CACHES, "sdpa_no_ring.h", *_MATRIX)
 _PROMPT = (*_MMA, "sdpa.h", "sdpa_place.h", "sdpa_prompt.h")
 _PREFILL = (*_PROMPT, "sdpa_prefill.metal")
 _WIDE = (*_PROMPT, "sdpa_prefill_wide.metal")
@@ -58,8 +59,10 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "sdpa_split": (*_PLAIN, *_SPLIT),
     "sdpa_split_codes": (*_AFFINE, *_SPLIT),
     "sdpa_reduce": ("base.h", "sdpa.h", "sdpa_reduce.metal"),
-    "sdpa_matrix": (*_PLAIN, *_CACHES, "sdpa_no_ring.h", *_MATRIX),
+    "sdpa_matrix": _PLAIN_MATRIX,
     "sdpa_matrix_codes": (*_AFFINE, *_CACHES, "sdpa_ring.h", *_MATRIX),
+    "sdpa_split_joint": (*_PLAIN, *_SPLIT, "sdpa_joint.metal"),
+    "sdpa_matrix_joint": (*_PLAIN_MATRIX, "sdpa_joint.metal"),
     "sdpa_prefill": (*_PLAIN, *_PREFILL),
     "sdpa_prefill_codes": (*_AFFINE, *_PREFILL),
     "sdpa_prefill_wide": (*_PLAIN, *_WIDE),

@@ -102,6 +102,10 @@ class StepCache:
         """Keys that the buffers have room for."""
         return self.buffers()[0].shape[2]
 
+    def joint(self, keys: mx.array | Packed, values: mx.array | Packed):
+        """The array that has these keys and values as its halves, if there is one."""
+        return None
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write [B, Hkv, L, D] at the index; gives the whole buffers."""
         self.keys = self._put(self.keys, keys)
@@ -139,6 +143,10 @@ class JointStep(StepCache):
             self.came_apart, self._halves = True, now
             self.kv = mx.concatenate(now)
         return [self.kv]
+
+    def joint(self, keys: mx.array, values: mx.array) -> mx.array | None:
+        """As `StepCache`."""
+        return self.kv if all(map(is_, (keys, values), self._halves)) else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """As `StepCache`."""

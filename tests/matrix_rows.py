@@ -11,7 +11,8 @@ from mlx_phase.plan_matrix import plan_matrix
 from mlx_phase.problem import Matmul, Sdpa
 
 #: The kernels that these rows reach.
-KERNELS = {"sdpa_matrix", "sdpa_matrix_codes", "qmm_small", "qmm_small_fp"}
+KERNELS = {"sdpa_matrix", "sdpa_matrix_codes", "sdpa_matrix_joint"}
+KERNELS |= {"qmm_small", "qmm_small_fp"}
 
 # Codes of an even number of groups come through the ring.
 _RING = dict(k_bits=8, v_bits=4, k_group=32, v_group=32)
@@ -22,6 +23,7 @@ _ATTENTION = (
     (Sdpa(8, 2, 112, 112, dtype="float32", mask="additive", lens=True), 8, False),
     (Sdpa(16, 2, 256, 256, window=64, causal=True), 8, False),
     (Sdpa(32, 8, 128, 128, k_bits=4, v_bits=4, k_group=32, v_group=32), 8, False),
+    (Sdpa(32, 8, 128, 128, lens=True, sinks=True, joint=True), 8, False),
     (Sdpa(32, 8, 64, 64, dtype="float16", **_RING), 16, True),
     (Sdpa(8, 8, 64, 64, k_bits=16, v_bits=8, dtype="float32", mask="bool"), 8, False),
 )
@@ -36,8 +38,8 @@ _MATMUL = (
 
 
 def _attention(problem: Sdpa, rows: int, direct: bool, narrow: bool) -> tuple:
-    coded = "_codes" if min(problem.k_bits, problem.v_bits) < 16 else ""
-    name = f"sdpa_matrix{coded}"
+    coded = min(problem.k_bits, problem.v_bits) < 16
+    name = "sdpa_matrix" + "_codes" * coded + "_joint" * problem.joint
     plan = SdpaPlan(name, 256, 4, 32 if coded else 16, 4, rows, True, "test")
     return sdpa_rows.arguments(problem, plan, direct, narrow)
 

@@ -22,6 +22,7 @@ PROBLEMS = (
     Sdpa(8, 8, 64, 64, k_bits=4, v_bits=16, dtype="float32", mask="bool"),
     Sdpa(9, 3, 96, 96, k_bits=16, v_bits=8, v_group=32),
     Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
+    Sdpa(8, 2, 64, 64, q_len=2, causal=True, lens=True, dtype="float32", joint=True),
 )
 
 
@@ -50,7 +51,7 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
     """The same without the template."""
     text = source.load(kernel, narrow)
     metal = METAL_TYPES[problem.dtype]
-    types = dict.fromkeys(("q", "k", "v", "ks", "kb", "vs", "vb"), metal)
+    types = dict.fromkeys(("q", "k", "v", "kv", "ks", "kb", "vs", "vb"), metal)
     types |= {"k": metal if problem.k_bits >= 16 else "uint32_t"}
     types |= {"v": metal if problem.v_bits >= 16 else "uint32_t"}
     types |= {"mask": {"bool": "bool", "additive": metal}.get(problem.mask, "float")}

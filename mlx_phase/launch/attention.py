@@ -13,7 +13,8 @@ from ..problem import Sdpa
 from .matmul import device_chip, kernel
 
 # A cache: a plain view, or (codes, scales, biases) as mlx-lm's QuantizedKVCache has it.
-Cache = mx.array | tuple[mx.array, mx.array, mx.array]
+# None: values that lie behind their keys in one array.
+Cache = mx.array | tuple[mx.array, mx.array, mx.array] | None
 MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 
@@ -126,19 +127,21 @@ def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array
 
     coded: it takes (codes, scales, biases) of k and of v, where one may be plain.
     """
+    # Numbers stand in the place of what is not there: it is not read.
+    last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
+    if v is None:
+        return [q, k, *last, numbers]
     if coded:
         k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
         v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
         inputs = [q, *k, *v]
     else:
         inputs = [q, k, v]
-    # Numbers stand in the place of what is not there: it is not read.
     if mask is None:
         mask = numbers
     elif mask.ndim != 4:
         mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-    inputs += [mask, numbers if sinks is None else sinks]
-    return [*inputs, numbers if lens is None else lens, numbers]
+    return [*inputs, mask, *last, numbers]
 
 
 def form(problem: Sdpa, coded: bool) -> list[tuple[str, object]]:
@@ -163,8 +166,9 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     read in place, or (codes, scales, biases) of it; o [B, Hq, q_len, Dv] of q's dtype.
     The last axis of q, k and v is contiguous, or o is NaN. mask: broadcastable to [B,
     Hq, q_len, k_len], bool (True: attend) or added to the scores. sinks: [Hq]. lens:
-    int32 [B], keys of each batch row that exist, this step's included. ValueError if
-    no kernel supports the problem.
+    int32 [B], keys of each batch row that exist, this step's included. Of a joint
+    problem k is [2 B, Hkv, k_len, D], keys and then values, and v None; an array that
+    is not contiguous is copied. ValueError if no kernel supports the problem.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -199,7 +203,7 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         chunks = -(-inputs[1].shape[2] // p.chunk)
-        out, ml = kernel(p.kernel, False)(inputs=inputs, **launch(chunks))
+        out, ml = kernel(p.kernel, problem.joint)(inputs=inputs, **launch(chunks))
         if chunks == 1:
             return _by_head(out, q_len)
         return merge(problem, out, ml, sinks)
