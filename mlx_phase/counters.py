@@ -115,8 +115,9 @@ def clock_ghz(chip: Chip) -> float:
     return (chip.fp32_tflops or 0) * 1000 / (256 * max(chip.gpu_cores, 1))
 
 
-def predict(work: Cost, chip: Chip, *, cached: bool = False) -> Prediction:
-    """Time of a launch that fills ``chip``; ``cached``: its arrays come from a cache.
+def predict(work: Cost, chip: Chip, *, misses: float = 1.0) -> Prediction:
+    """Time of a launch that fills ``chip``; ``misses``: what part of its bytes no cache
+    has.
 
     The largest of memory and the units' times, as if they overlapped perfectly.
     ValueError if the table has no bandwidth or rate for the chip.
@@ -126,7 +127,7 @@ def predict(work: Cost, chip: Chip, *, cached: bool = False) -> Prediction:
         raise ValueError(f"no bandwidth or FP32 rate is known for {chip.name}")
     per_us = chip.gpu_cores * 4 * clock_ghz(chip) * 1000
     parts = {
-        "memory": 0.0 if cached else work.memory_bytes / bandwidth / 1000,
+        "memory": misses * work.memory_bytes / bandwidth / 1000,
         "instructions": work.slots / per_us,
         "FMA units": work.fma / per_us,
         "slow unit": work.slow / per_us,

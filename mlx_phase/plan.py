@@ -44,12 +44,15 @@ class Plan:
     lean: bool = field(default=False, kw_only=True)
 
 
-# Chip family -> (least k_simdgroups, simdgroups a core should have in flight). First
-# match wins, the last row is any other chip. H200, 4-bit group 64, fp16, 2026-11-29:
-# 8192 -> 28672 takes 45.2 us with 2 and 48.8 us with 1; 4096 -> 1024 takes 3.5 us with
-# 4 and 5.4 us with 2. Apple: ALUs are busy from 24 simdgroups a core on
-# (philipturner/metal-benchmarks), unmeasured here. CPU: lanes run one after another.
-_FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("", 1, 24))
+# Chip family -> (least k_simdgroups, simdgroups a core should have in flight: if not,
+# it becomes 2; if even then not, more). First match wins, the last row is any other
+# chip. H200, 4-bit group 64, fp16, 2026-11-29: 8192 -> 28672 takes 45.2 us with 2 and
+# 48.8 us with 1; 4096 -> 1024 takes 3.5 us with 4 and 5.4 us with 2. Apple: an FMA
+# takes 11.3 cycles (philipturner/metal-benchmarks), so that four chains of them, one a
+# row, fill a scheduler from 3 simdgroups on, and a core has four. More than 2 share no
+# x at M > 4, which costs more than idle slots (docs/counters.md; unmeasured here). CPU:
+# lanes run one after another.
+_FILL = (("CPU", 1, 0, 0), ("Hopper", 2, 8, 8), ("Apple", 1, 12, 6), ("", 1, 24, 24))
 
 # M up to -> rows. At most ~24 accumulators a lane, or they spill. H200, M = 4:
 # 4096 -> 14336 takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
@@ -104,11 +107,10 @@ def pack_size(problem: Matmul) -> int:
 
 def split_k(problem: Matmul, chip: Chip) -> tuple[int, int]:
     """(k_simdgroups, splits) that fill ``chip`` for this (N, K), whatever M is."""
-    ks, fill = next(row[1:] for row in _FILL if row[0] in chip.family)
-    want = fill * chip.gpu_cores
+    ks, *fill = next(row[1:] for row in _FILL if row[0] in chip.family)
     tiles = -(-problem.N // 4)
     steps = problem.K // (pack_size(problem) * 32)
-    while ks < 8 and tiles * ks < want and steps >= 2 * ks:
+    while ks < 8 and tiles * ks < fill[ks > 1] * chip.gpu_cores and steps >= 2 * ks:
         ks *= 2
     # Splitting over threadgroups costs a second launch: only for grids that leave
     # most cores without a threadgroup.
@@ -147,7 +149,7 @@ def _plan(problem: Matmul, chip: Chip) -> Plan:
     ks, splits = split_k(problem, chip)
     kernel = {"none": "gemv", "affine": "qmv"}.get(problem.mode, "qmv_fp")
     lean = kernel != "gemv" and any(family in chip.family for family in _LEAN)
-    rows, simdgroups = _tile(problem.M, ks, lean)
+    rows, simdgroups = tile(problem.M, ks, lean)
     bound = f"M = {problem.M}: weights read once"
     if simdgroups > 2 * ks:
         bound += f", x widened once for {simdgroups // ks} simdgroups"
@@ -158,8 +160,8 @@ def _plan(problem: Matmul, chip: Chip) -> Plan:
     return Plan(kernel, rows, simdgroups, ks, splits, True, bound, lean=lean)
 
 
-def _tile(M: int, ks: int, lean: bool) -> tuple[int, int]:
-    """(rows, simdgroups)."""
+def tile(M: int, ks: int, lean: bool) -> tuple[int, int]:
+    """(rows, simdgroups) at M rows of x if ``ks`` simdgroups split K."""
     if lean:
         rows, each = next(t[1:] for t in _LEAN_TILES if M <= t[0])
         if (groups := min(8, each * ks)) > 2 * ks and M * ks <= MAX_SHARED:

@@ -183,7 +183,9 @@ def test_the_largest_part_is_the_time():
     assert found.bound == "instructions" and found.us == found.parts["instructions"]
     assert predict(replace(work, memory_bytes=4e7), M1_MAX).bound == "memory"
     assert predict(replace(work, slow=9e6), M1_MAX).bound == "slow unit"
-    assert predict(replace(work, memory_bytes=4e7), M1_MAX, cached=True).us == found.us
+    quarter = predict(replace(work, memory_bytes=4e7), M1_MAX, misses=0.25)
+    assert quarter.parts["memory"] == pytest.approx(25.0)
+    assert predict(replace(work, memory_bytes=4e7), M1_MAX, misses=0).us == found.us
     with pytest.raises(ValueError, match="no bandwidth or FP32 rate"):
         predict(work, CPU)
 

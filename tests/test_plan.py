@@ -105,6 +105,19 @@ def test_k2_every_plan_fits_the_chip(chip):
                     assert (p.k_simdgroups, p.splits) == split_k(problem, chip)
 
 
+@pytest.mark.parametrize(
+    "name, splits",
+    [
+        ("m4-pro-20", {256: 2, 1024: 1, 4096: 1}),
+        ("m4-max-40", {256: 4, 1024: 2, 1920: 1, 4096: 1}),
+        ("m3-ultra-80", {256: 4, 1024: 2, 3836: 2, 3840: 1, 4096: 1}),
+    ],
+)
+def test_k_is_split_on_apple_where_rows_leave_schedulers_without_chains(name, splits):
+    found = {N: split_k(Matmul(1, N, 4096), lookup(name)) for N in splits}
+    assert found == {N: (ks, 1) for N, ks in splits.items()}
+
+
 @pytest.mark.parametrize("Ns", [(4096, 1024, 1024), (14336, 14336), (8, 4)])
 def test_k2_shared_launches_fit_every_chip(Ns):
     for chip in CHIPS:

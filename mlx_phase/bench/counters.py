@@ -14,7 +14,13 @@ import mlx.core as mx
 from ..chip import lookup
 from ..counters import LANES, Prediction
 from ..executor import ExecutorError
-from . import BenchError, counters_attention, counters_prefill, counters_published
+from . import (
+    BenchError,
+    counters_attention,
+    counters_fill,
+    counters_prefill,
+    counters_published,
+)
 from .counters_kernels import (
     CHIPS,
     mlx_route,
@@ -69,6 +75,8 @@ def goals() -> str:
     cases = [(K, N, mx.bfloat16, "M3 Max 40") for K, N in DECODE]
     cases += [(4096, 14336, mx.float16, "M3 Max 40")]
     cases += [(K, 4096, mx.bfloat16, "M3 Ultra 80") for K in (4096, 14336)]
+    cases += [(2048, 8192, mx.bfloat16, "M3 Max 40")]
+    cases += [(4096, 1024, mx.bfloat16, name) for name in ("M3 Max 40", "M3 Ultra 80")]
     head = " | ".join(f"M = {M}" for M in rows)
     aims = " | ".join("3" if M == 1 else str(M + 3) for M in rows)
     lines = [
@@ -130,6 +138,7 @@ TABLES = {
     "order": counters_published.order,
     "kernels": kernels,
     "goals": goals,
+    "fill": counters_fill.fill,
     "tiles": tiles,
     "times": times,
     "attention": counters_attention.table,

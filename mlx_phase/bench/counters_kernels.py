@@ -175,12 +175,13 @@ def our_route(M: int, chip: Chip) -> tuple[str, list[PerWeight]]:
 
 
 def time(
-    passes: list[PerWeight], M: int, K: int, N: int, chip: Chip, cached: bool = False
+    passes: list[PerWeight], M: int, K: int, N: int, chip: Chip, misses: float = 1.0
 ) -> Prediction:
-    """Of a launch whose passes read the same weights: memory moves them once."""
+    """Of a launch whose passes read the same weights: memory moves ``misses`` of them
+    once."""
     work = whole(passes).times(N * K)
     memory = passes[0].cost.memory_bytes * N * K + 2 * M * (N + K)
-    return predict(replace(work, memory_bytes=memory), chip, cached=cached)
+    return predict(replace(work, memory_bytes=memory), chip, misses=misses)
 
 
 def whole(passes: list[PerWeight]) -> Cost:
