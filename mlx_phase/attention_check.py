@@ -78,6 +78,15 @@ def canary(p: Sdpa, seed: int = 0) -> dict[str, object]:
     }
 
 
+def caches(p: Sdpa, inputs: dict[str, object]) -> tuple:
+    """k and v of `canary` as the launcher takes them."""
+    k, v = inputs["k"], inputs["v"]
+    if not p.joint:
+        return k, v
+    kv = mx.concatenate([k, v])
+    return _padded(kv) if p.lens else kv, None
+
+
 def _padded(a: mx.array) -> mx.array:
     spare = (*a.shape[:2], SPARE, a.shape[3])
     bad = mx.full(spare, float("nan") if a.dtype != mx.uint32 else 0, a.dtype)
@@ -135,13 +144,8 @@ def _run(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
 def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     inputs, scale = canary(p), p.head_dim**-0.5
     arrays = {k: inputs[k] for k in ("mask", "sinks", "lens")}
-    caches = inputs["k"], inputs["v"]
-    if p.joint:
-        caches = mx.concatenate(caches), None
-        if p.lens:
-            caches = _padded(caches[0]), None
     call = prepare(p, chosen)
-    o = call(inputs["q"], *caches, scale=scale, **arrays)
+    o = call(inputs["q"], *caches(p, inputs), scale=scale, **arrays)
     o = np.array(o.astype(mx.float32))
     right = attention(p, inputs, scale)
     dense = attention(p, inputs, scale, p.dtype)

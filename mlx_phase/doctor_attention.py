@@ -8,7 +8,7 @@ from itertools import product
 
 import mlx.core as mx
 
-from .attention_check import canary, check, small
+from .attention_check import caches, canary, check, small
 from .doctor_kernels import Examined, examined
 from .launch.attention import prepare
 from .launch.matmul import device_chip
@@ -33,7 +33,8 @@ HEADS = 4
 def rows(quick: bool) -> list[Sdpa]:
     """A few queries for each head size, dtype and cache; ``quick``: each in turn.
 
-    Then prompts, where the kernels take them on this chip.
+    Then the same of keys and values in one array, as a model's steps keep them, and
+    prompts, where the kernels take them on this chip.
     """
     plain = (16, 64)
     if quick:
@@ -49,9 +50,10 @@ def rows(quick: bool) -> list[Sdpa]:
         cases = product(sizes, DTYPE_BYTES, caches)
     found = [p for p in (_row(*case) for case in cases) if supports_sdpa(p) is None]
     chip = device_chip()
-    for p in [replace(p, q_len=PROMPT) for p in (found[1:3] if quick else found)]:
-        if not (supports_prefill(p) or stays_stock(p, chip)):
-            found.append(p)
+    joint = [replace(p, joint=True) for p in (found[1:2] if quick else found)]
+    prompts = [replace(p, q_len=PROMPT) for p in (found[1:3] if quick else found)]
+    found += [p for p in joint if supports_sdpa(p) is None]
+    found += [p for p in prompts if not (supports_prefill(p) or stays_stock(p, chip))]
     return found
 
 
@@ -79,7 +81,7 @@ def _exact(problem: Sdpa, clock) -> tuple[bool, float]:
     """(each query as alone, on the keys up to its own; milliseconds of a launch)."""
     p = small(problem, plan_sdpa(problem, device_chip()))
     inputs, scale = canary(p), p.head_dim**-0.5
-    q, k, v = (inputs[name] for name in "qkv")
+    q, (k, v) = inputs["q"], caches(p, inputs)
     run, alone = prepare(p), prepare(replace(p, q_len=1, causal=False))
     whole = run(q, k, v, scale=scale)
     mx.eval(whole)
@@ -105,6 +107,8 @@ def _time(problem: Sdpa, clock) -> float:
 
 
 def _first(cache, keys: int):
+    if cache is None:
+        return None
     if isinstance(cache, mx.array):
         return cache[:, :, :keys]
     return tuple(a[:, :, :keys] for a in cache)

@@ -28,10 +28,11 @@ def test_rows_reach_every_kernel_size_dtype_and_cache(quick):
     prefill = {"sdpa_prefill", "sdpa_prefill_codes"}
     if not quick:
         prefill |= {"sdpa_prefill_wide", "sdpa_prefill_wide_codes"}
-    assert kernels == {"sdpa_split", "sdpa_split_codes"} | prefill
+    decode = {"sdpa_split", "sdpa_split_codes", "sdpa_split_joint"}
+    assert kernels == decode | prefill
     assert {p.dtype for p in found} == {"float16", "bfloat16", "float32"}
     assert {p.k_bits for p in found} == {16, *CACHE_BITS}
-    assert len(found) < 7 if quick else len(found) > 100
+    assert len(found) < 8 if quick else len(found) > 100
     if not quick:
         sizes = {(p.head_dim, p.v_head_dim) for p in found}
         assert sizes == {(d, d) for d in HEAD_DIMS} | set(HEAD_DIM_PAIRS)
@@ -44,6 +45,12 @@ def test_a_row_is_timed_checked_and_exact():
     assert found.ok and found.exact is True and found.error is None
     assert found.run_ms == pytest.approx(500) and 0 < found.worst < 1
     assert found.kernel.startswith("sdpa_split float32") and found.M == 3
+
+
+def test_a_joint_cache_is_checked_and_exact():
+    found = examine(replace(SMALL, joint=True))
+    assert found.ok and found.exact is True and 0 < found.worst < 1
+    assert found.kernel.startswith("sdpa_split_joint float32")
 
 
 def test_a_prompt_is_checked_and_timed():
