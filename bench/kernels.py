@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 import mlx_phase
+from mlx_phase import command
 from mlx_phase.bench import (
     BenchError,
     attention_suite,
@@ -297,4 +298,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main, "bench/kernels.py"))

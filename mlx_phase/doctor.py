@@ -267,4 +267,4 @@ def _host_text(found: Diagnosis) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main, "mlx_phase.doctor"))

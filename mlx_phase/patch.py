@@ -49,7 +49,7 @@ CHECK_ROWS = (1, 2)
 TUNE = ("cached", "off")
 
 
-def _validate(model, linear, check, tune) -> None:
+def _validate(model, linear=True, check=True, tune="off", **flags) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}, not an mlx.nn.Module; pass the model "
@@ -61,6 +61,9 @@ def _validate(model, linear, check, tune) -> None:
         raise ValueError(f'check={check!r}; use True, False or "all"')
     if tune not in TUNE:
         raise ValueError(f"tune={tune!r}; use one of {TUNE}")
+    for name, value in flags.items():
+        if value not in (True, False):
+            raise ValueError(f"{name}={value!r}; use True or False")
 
 
 def patch(
@@ -96,7 +99,8 @@ def patch(
     Idempotent. Raises TypeError if model is no mlx.nn.Module and ValueError for an
     unknown option; whatever is raised, the model is left as it was.
     """
-    _validate(model, linear, check, tune)
+    flags = {"attention": attention, "exact": exact, "steps": steps}
+    _validate(model, linear, check, tune, **flags)
     modules = named(model)
     report = Report(type(model).__name__, executor_name(), device_chip().name)
     report.exact, report.checked = exact, bool(check)
@@ -243,7 +247,7 @@ def unpatch(model: nn.Module) -> Unpatched:
     On an unpatched model it changes nothing and the result says so. Raises TypeError
     if model is no mlx.nn.Module.
     """
-    _validate(model, True, True, "off")
+    _validate(model)
     layers = [m for _, m in named(model) if adopted(m)]
     kinds = Counter(STOCK[type(m)].__name__ for m in layers)
     modules = [m for _, m in named(model)]
@@ -262,7 +266,7 @@ def patched(model: nn.Module, **options) -> Iterator[Report]:
 
     Takes the options of `patch`. Layers that were patched before stay patched.
     """
-    _validate(model, True, True, "off")
+    _validate(model)
     modules = [m for _, m in named(model)]
     before = {id(m) for m in modules if adopted(m) or adopted_parent(m)}
     attending = {id(m) for m in modules if marked(m)}

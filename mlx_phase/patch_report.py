@@ -79,7 +79,11 @@ class Report:
         return own | {
             "shared": dict(self.shared),
             "traced": dict(self.traced),
-            "steps": asdict(self.steps),
+            # Not asdict: it makes a Counter by counting the pairs of its items.
+            "steps": {
+                k: dict(v) if isinstance(v, Counter) else v
+                for k, v in vars(self.steps).items()
+            },
             "launches": [
                 {"problems": [asdict(p) for p in problems], "count": n}
                 for problems, n in self.launches.items()

@@ -228,4 +228,4 @@ def _progress(console: Console) -> Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main, "mlx_phase.tune"))

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mlx_phase"
 
 # From left to right. Modules of one row do not import each other.
 FLOW = (
-    {"chip", "problem", "model_error", "arguments", "machine", "preset_configs"},
+    {"chip", "problem", "model_error", "arguments", "machine", "preset_configs", "command"},
     {"roofline", "shapes_config", "counters"},
     {"plan", "plan_attention", "shapes"},
     {"plan_exact"},

@@ -1,6 +1,7 @@
 """patch, unpatch, patched: public report P1, reversibility, bad input."""
 
 import importlib
+import json
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -66,6 +67,13 @@ def test_llama_on_the_kernels_is_the_stock_model(engaged):
     assert close(ours, stock) and ours.dtype == stock.dtype
     assert report.by_kind == {"QuantizedLinear": 14, "QuantizedEmbedding": 1}
     assert not report.left and not report.failed and report.kernels
+
+
+def test_the_report_is_json_with_fused_blocks_too():
+    report = mlx_phase.patch(tiny_llama())
+    steps = json.loads(json.dumps(report.to_dict()))["steps"]
+    assert steps["blocks"] == {"TransformerBlock": 2} and steps["unfused"] == {}
+    assert steps["decoder"] == "Model" and steps["reason"] is None
 
 
 def test_p1_only_this_model_and_no_function_of_a_model_file_changes():
@@ -171,7 +179,15 @@ def test_not_a_model_is_a_type_error(model):
 
 
 @pytest.mark.parametrize(
-    "option", [{"linear": "some"}, {"check": "twice"}, {"tune": "always"}]
+    "option",
+    [
+        {"linear": "some"},
+        {"check": "twice"},
+        {"tune": "always"},
+        {"attention": "off"},
+        {"exact": None},
+        {"steps": 3},
+    ],
 )
 def test_unknown_option_is_a_value_error(option):
     model = tiny_llama()

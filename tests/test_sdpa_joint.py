@@ -144,3 +144,20 @@ def test_a_kernel_that_is_off_leaves_it_to_the_halves():
     finally:
         ops.enable_all()
     tolerance.assert_bits(have, want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("q_len, k_len", [(1, 9001), (4, 1001), (16, 200)])
+def test_on_tensor_cores(dim, q_len, k_len):
+    """As planned, over a buffer that is longer than its keys."""
+    case = sdpa_case.case(
+        heads=(32, 8), dims=(dim, dim), q_len=q_len, k_len=k_len, causal=True,
+        lens=(k_len,),
+    )  # fmt: skip
+    kv = sdpa_case.longer(mx.concatenate([case.k, case.v]), NAN)
+    one = replace(case, problem=replace(case.problem, joint=True))
+    out = one.run(None, [kv, None])
+    tolerance.assert_close(out, *case.oracle(), "bfloat16")
+    halves = case.run(None, mx.split(kv, 2))
+    tolerance.assert_bits(out, halves)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from .. import patched
+from .. import command, patched
 from ..executor import ExecutorError
 from ..model_error import ModelError
 from ..models import default_model, load
@@ -276,4 +276,4 @@ def _progress(console: Console) -> Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main, "mlx_phase.bench"))

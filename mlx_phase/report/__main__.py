@@ -260,4 +260,4 @@ def _json(a: Analysis, note: str | None, found: list[blocks.Section]) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main, "mlx_phase.report"))
