@@ -15,29 +15,41 @@ METAL_FUNC void across(const thread uint* v, const thread uint* w, const int j, 
   EACH(i, E) a[i] = pair_across<T>(v, w, j * E + i);
 }
 
-// The same of codes as they are, c / unscale: scales, biases and what a half has in front of a code,
-// offset, are for sums. A code is exact in H: half, where T is.
-template <typename T>
-METAL_FUNC constexpr float offset() { return sizeof(T) == 2 ? 1024 : 0; }
-template <typename T, int BITS>
+// The same of codes as they are, times unit / unscale: scales and biases are for sums. A code is exact in H: half,
+// where T is. Tensor cores multiply subnormal halves exactly, so there the bits of a code are a number.
+template <typename H>
+METAL_FUNC constexpr float unit() {
+#ifdef MSL_TENSOR_CORES
+  if (sizeof(H) == 2) return 5.9604645e-8f;
+#endif
+  return 1;
+}
+template <int BITS>
 METAL_FUNC float code_at(const thread uint* w, const int e) {
-  return offset<T>() + float(w[e * BITS / 32] >> e * BITS % 32 & (1u << BITS) - 1) / unscale<BITS>(e);
+  return float(w[e * BITS / 32] >> e * BITS % 32 & (1u << BITS) - 1) / unscale<BITS>(e);
 }
 template <typename T, int BITS, int E, typename H>
-METAL_FUNC void codes_along(const thread uint* w, const int j, const uint one, thread PAIR(H)* a) {
+METAL_FUNC void codes_along(const thread uint* w, const int j, thread PAIR(H)* a) {
 #ifdef MSL_TENSOR_CORES
   if (sizeof(T) == 2) {
     EACH(i, E / 2)
-      a[i] = BITS == 4 ? (w[j] >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one
-                       : msl_bytes(w[2 * j + i / 2], one, i % 2 ? 0x5352 : 0x5150);
+      a[i] = BITS == 4 ? w[j] >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)
+                       : msl_bytes(w[2 * j + i / 2], 0, i % 2 ? 0x4342 : 0x4140);
     return;
   }
 #endif
   EACH(i, E / 2) {
     const int e = element<BITS>(i), f = e + partner<BITS>();
-    a[i] = pair_of<H>(code_at<T, BITS>(w + 8 * j * BITS / 32, e), code_at<T, BITS>(w + 8 * j * BITS / 32, f));
+    a[i] = pair_of<H>(code_at<BITS>(w + 8 * j * BITS / 32, e), code_at<BITS>(w + 8 * j * BITS / 32, f));
   }
 }
+// Code i of two keys, which share a word.
+#ifdef MSL_TENSOR_CORES
+template <int BITS>
+METAL_FUNC uint codes_in(const uint u, const int i) {
+  return BITS == 4 ? u >> i / 2 % 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f) : msl_bytes(u, 0, i % 2 ? 0x4341 : 0x4240);
+}
+#endif
 template <typename T, int BITS, int E, typename H>
 METAL_FUNC void codes_across(
     const thread uint* v, const thread uint* w, const int j, const uint one, thread PAIR(H)* a) {
@@ -46,8 +58,7 @@ METAL_FUNC void codes_across(
     EACH(i, E) {
       const int at = BITS == 4 ? j : j * (E / 4) + i / 4;
       const uint u = i / (16 / BITS) % 2 ? msl_high_halves(v[at], w[at]) : msl_low_halves(v[at], w[at]);
-      a[i] = BITS == 4 ? (u >> i / 2 % 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one
-                       : msl_bytes(u, one, i % 2 ? 0x5351 : 0x5250);
+      a[i] = codes_in<BITS>(u, i);
     }
     return;
   }
@@ -56,20 +67,20 @@ METAL_FUNC void codes_across(
   decode8<BITS>(v, j, one, x);
   decode8<BITS>(w, j, one, y);
   EACH(i, E)
-    a[i] = pair_of<H>(x[i] + (offset<T>() - 1024), y[i] + (offset<T>() - 1024));
+    a[i] = pair_of<H>(x[i] - 1024, y[i] - 1024);
 }
 
 // From pairs of keys: 16 bits of each, as they come through threadgroup memory.
-template <typename T, int BITS, typename H>
-METAL_FUNC void codes_of_pair(const uint u, const uint one, thread PAIR(H)* a) {
+template <int BITS, typename H>
+METAL_FUNC void codes_of_pair(const uint u, thread PAIR(H)* a) {
   EACH(i, 16 / BITS) {
 #ifdef MSL_TENSOR_CORES
     if (sizeof(H) == 2) {
-      a[i] = BITS == 4 ? (u >> i / 2 * 8 & (i % 2 ? 0x00f000f0 : 0x000f000f)) | one : msl_bytes(u, one, i % 2 ? 0x5351 : 0x5250);
+      a[i] = codes_in<BITS>(u, i);
       continue;
     }
 #endif
-    a[i] = pair_of<H>(code_at<T, BITS>(&u, i), code_at<T, BITS>(&u, i + 16 / BITS));
+    a[i] = pair_of<H>(code_at<BITS>(&u, i), code_at<BITS>(&u, i + 16 / BITS));
   }
 }
 
@@ -128,6 +139,8 @@ struct Rows {
   const device uchar* scales;
   const device uchar* biases;
   uint stride, scale_stride, bias_stride;  // in bytes
+  // Is each row behind the one before.
+  METAL_FUNC bool dense() const { return stride == WORDS * 4 && scale_stride == NG * sizeof(T) && bias_stride == NG * sizeof(T); }
 
   // The share of lane `part` in row `key`: w [N][NW].
   template <bool WIDE>
@@ -158,10 +171,10 @@ struct Rows {
   }
 };
 
-// May scales be read in words.
+// May scales be read in words. No && here and below: a chain of branches takes time before the first load.
 template <typename Rows, typename S, typename Longs>
 METAL_FUNC bool even_scales(const S s, const Longs steps) {
   bool yes = ALIGNED(s, Rows::EVEN);
-  EACH(i, 3) yes = yes && ALIGNED(s + steps[i], Rows::EVEN);
+  EACH(i, 3) yes = yes & ALIGNED(s + steps[i], Rows::EVEN);
   return !Rows::CODED || yes;
 }

@@ -4,8 +4,7 @@
 // not depend on the other columns, on R or on W: a row has the same bits whatever q_len is.
 //
 // Codes are multiplied as they are. A group of a key of K gives scale * sum(c q) + bias * sum(q); a
-// group of V takes p * scale in the place of p, and sum(p * bias) is added at the end. What a half
-// has in front of a code is taken out through sums of the other operand.
+// group of V takes p * scale in the place of p, and sum(p * bias) is added at the end.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
           int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT>
@@ -24,11 +23,15 @@ struct SdpaMatrix {
       D * KB % 256 == 0 && DV * VB % 256 == 0 && D / KG % 2 == 0 && DV / VG % 2 == 0;
   static constexpr constant int ST = 5 * KP * W * SLOT + KP * W * R * 14 <= 8192 ? 5 : 3, SLOTS = RING ? KP * W * ST * SLOT : 0;
 
+  // Two biases of K of a key are a pair of an operand, which meets their sums of q in three parts.
+  static constexpr constant bool PAIRED = RING && D / KG == 2 && is_same_v<T, bfloat>;
+
   typedef Rows<T, KB, KG, D, 4, RING> K;
   typedef Rows<T, VB, VG, DV, 8, RING> V;
   typedef Ring<T, K, V, UK, ST> Steps;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
+  typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2> P;
   typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, 8192 - SLOTS, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
@@ -79,36 +82,33 @@ struct SdpaMatrix {
       a.key = first_key(at, a.chunk);
       a.stop = min(at.len, (a.chunk + 1) * CHUNK);
     }
-    if (a.key < a.stop) steps.copy(k, slot, a.key);
+    if (a.key < a.stop) steps.copy(k, slot, a.key, steps.k_place);
     COPIES_END();
   }
   static METAL_FUNC void copy_values(const thread Steps& steps, const thread V& v, threadgroup uint* slot, thread Ahead& a) {
-    if (a.key < a.stop) steps.copy(v, slot, a.key);
+    if (a.key < a.stop) steps.copy(v, slot, a.key, steps.v_place);
     a.key += STEP;
     COPIES_END();
   }
 
   // The chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
-  // it, top (times log2(e)) and sum: [NB][2]. With codes of V, top is not the largest score but that of
-  // the largest scale times weight: what sums are relative to.
+  // it, top (times log2(e)) and sum: [NB][2]. top: what sums are relative to.
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
       const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
       const bool wide, const Mask mask, const int4 mask_steps, const S sinks, device O* out, device float* ml,
       threadgroup float* part, threadgroup float* state, threadgroup uint4* ring, const thread Place& at, const int stride) {
-    const float scale = q_scale * LOG2E;
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
     const uint one = one_bits(at.q_len);
-    // Minus what stands in front of the middle code of even and of odd elements of V.
-    const float MIDDLE = 1 << (VC - 1);
-    const PAIR(VT) first = pair_of<VT>(-offset<T>() - MIDDLE, -offset<T>() - MIDDLE);
-    const float odd = -offset<T>() - MIDDLE / unscale<VC>(1);
-    const PAIR(VT) second = pair_of<VT>(odd, odd);
+    // Minus the middle code of even and of odd elements of V.
+    const float MIDDLE = 1 << (VC - 1), mid = -MIDDLE * unit<VT>(), odd = mid / unscale<VC>(1);
+    const PAIR(VT) first = pair_of<VT>(mid, mid), second = pair_of<VT>(odd, odd);
     uint kw[2 * UK * K::N * K::NW], vw[4 * UK * V::N * V::NW + 1], ks[4 * UK * K::NS], vs[4 * UK * V::NS];
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk, stride, row0, ml);
     const int here = first_key(at, chunk);
-    const Steps steps = {at.len, at.lane, wide};
+    const Steps steps = {at.len, at.lane, wide, wide && k.dense() && v.dense() && at.len < 1 << 22 ? at.len : 0,
+                         Steps::template place<K>(at.lane), Steps::template place<V>(at.lane)};
     threadgroup uint* slots = (threadgroup uint*)ring + at.sg * (ST * SLOT);
     Ahead ahead = {chunk, here, min(at.len, (chunk + 1) * CHUNK)};
     int slot = 0;
@@ -120,15 +120,21 @@ struct SdpaMatrix {
       load_keys(k, here, at, wide, kw, ks);
       load_values(v, here, at, wide, vw, vs);
     }
+    // From here on `numbers` have come. The keys that all rows see:
+    const float scale = q_scale * LOG2E;
+    const int seen_from = at.window ? at.len - at.window : 0, seen_to = at.causal ? at.len - at.q_len + 1 : at.len;
     // The lane's two columns of each tile, and q in the order in which keys are held.
     Row c[NB * 2];
     PAIR(KT) qs[NB * D / 8];
     PAIR(VT) p[NB * 2 * UK];
-    // Of a column with codes of K: the power of two that was taken out of q times scale, and of each
-    // group -offset * sum(q * unscale), and sum(q).
-    float scales[NB * 2], start[NB * K::NG * 2], sums[NB * K::NG * 2];
+    PAIR(T) parts[NB], none = pair_of<T>(0.0f, 0.0f);
+    // Of a column: scale, with codes of K times the power of two that was taken out of q, and sum(q) of
+    // each group.
+    float scales[NB * 2], sums[NB * K::NG * 2];
     size_t seen[NB * 2];
+    bool huge = false;
     EACH(i, NB * 2) {
+      scales[i] = scale;
       c[i] = row_at(at, row0 + i / 2 * 8 + 2 * col + i % 2);
       c[i].to = max(c[i].to, c[i].from);
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
@@ -141,7 +147,7 @@ struct SdpaMatrix {
       const device T* y = q + c[2 * n + 1].head * q_steps.y + c[2 * n + 1].i * q_steps.z + row / 2 * K::RUN;
       float v[K::N * K::RUN], fx = 1, fy = 1, mine = 1;
       if (K::CODED) {
-        // A power of two brings the largest of a row between 1 and 2, so that halves hold it.
+        // A power of two brings the largest of a row between 2^15 and 2^16, so that halves hold it.
         float big = 0;
         EACH(i, D / 4 / K::U) {
           const device T* from = own + i * K::U / K::RUN * 4 * K::RUN + i * K::U % K::RUN;
@@ -152,13 +158,14 @@ struct SdpaMatrix {
         EACH(i, D / 4) big = max(big, fabs(v[i]));
         big = max(big, simd_shuffle_xor(big, 1));
         big = max(big, simd_shuffle_xor(big, TILE_SIDE));
-        const uint power = clamp(as_type<uint>(big) >> 23, 1u, 253u) << 23, inverse = 254u << 23;
+        const uint power = clamp(as_type<uint>(big) >> 23, 16u, 253u) << 23, inverse = 269u << 23;
         const uint px = simd_shuffle(power, TILE_LANE(2 * col)), py = simd_shuffle(power, TILE_LANE(2 * col + 1));
         mine = as_type<float>(inverse - power);
         fx = as_type<float>(inverse - px);
         fy = as_type<float>(inverse - py);
-        scales[2 * n] = as_type<float>(px) * scale;
-        scales[2 * n + 1] = as_type<float>(py) * scale;
+        huge = huge || max(px, py) > 227u << 23;
+        scales[2 * n] = as_type<float>(px) * (scale * 3.0517578e-5f);
+        scales[2 * n + 1] = as_type<float>(py) * (scale * 3.0517578e-5f);
       }
       EACH(i, K::N) {
         const int at_run = i * 4 * K::RUN;
@@ -172,22 +179,35 @@ struct SdpaMatrix {
         EACH(g, K::NG) {
           float t[4] = {0, 0, 0, 0};
           const thread PAIR(KT)* b = qs + n * (D / 8) + g * (KG / 8);
-          EACH(i, KG / 16) mma16<KT>(t, ones, ones, ones, back, b[2 * i], b[2 * i + 1]);
+          EACH(i, KG / 16) mma16<KT>(t, ones, ones, back, back, b[2 * i], b[2 * i + 1]);
+          EACH(i, 2) sums[(n * K::NG + g) * 2 + i] = t[i] * unit<KT>();
+        }
+        if (PAIRED) {
+          float x[2];
           EACH(i, 2) {
-            start[(n * K::NG + g) * 2 + i] = -offset<T>() * t[i];
-            sums[(n * K::NG + g) * 2 + i] = t[2 + i];
+            const float all = row % 2 ? sums[4 * n + 2 + i] : sums[4 * n + i], high = float(T(all)), low = float(T(all - high));
+            x[i] = row < 2 ? high : row < 4 ? low : row < 6 ? all - high - low : 0;
           }
+          parts[n] = to_b<T>(pair_of<T>(x[0], x[1]));
         }
       }
+    }
+    // Scores of codes come times unit, which no float makes up for where q is huge.
+    huge = simd_any(huge);
+    float by[NB * 2];
+    EACH(i, NB * 2) {
+      if (K::CODED && !huge) scales[i] /= unit<KT>();
+      by[i] = MASK ? 1.0f : scales[i];
     }
     for (bool again = false; chunk * CHUNK < at.len || (DIRECT && !again); chunk += stride, again = true) {
       const int end = min(at.len, (chunk + 1) * CHUNK), begin = first_key(at, chunk);
       const int next = (chunk + stride) * CHUNK < at.len ? first_key(at, chunk + stride) : at.len;
-      float o[NB * DV / 4], top[NB * 2], sum[NB * 2], bias[NB * V::NG * 2];
+      float o[NB * DV / 4], top[NB * 2], sum[NB * 2], bias[NB * V::NG * 2], middle[NB * V::NG * 4];
       EACH(i, NB * 2) top[i] = LOWEST;
       EACH(i, NB * 2) sum[i] = 0;
       EACH(i, NB * DV / 4) o[i] = 0;
       EACH(i, NB * V::NG * 2) bias[i] = 0;
+      EACH(i, NB * V::NG * 4) middle[i] = 0;
       for (int key = begin; key < end; key += STEP) {
         // Plain: two sums of every other 16 elements each, for shorter chains of dependent multiplies.
         // Codes: one of each group, the other is the score.
@@ -202,16 +222,21 @@ struct SdpaMatrix {
         }
         float s[NB * UK * 8];
         EACH(i, NB * UK * 8) s[i] = 0;
+        if (PAIRED) EACH(i, UK * NB) {
+          const thread uint* b = ks + i / NB * 4 * K::NS + K::NS;
+          const PAIR(T) x = pair_at<T>(b, 0), y = pair_at<T>(b + 2 * K::NS, 0);
+          mma16<T>(s + i * 8, x, y, x, y, parts[i % NB], none);
+        }
         EACH(z, D / 4 / K::U * UK) {
           const int t = z % UK, u = z / UK, r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
           const thread uint* w = kw + (2 * t * K::N + r) * K::NW;
           thread float* mine = s + t * NB * 8;
           PAIR(KT) a[K::U];
           if (K::CODED) {
-            codes_along<T, KC, K::U, KT>(w, j, one, a);
-            codes_along<T, KC, K::U, KT>(w + K::N * K::NW, j, one, a + K::U / 2);
+            codes_along<T, KC, K::U, KT>(w, j, a);
+            codes_along<T, KC, K::U, KT>(w + K::N * K::NW, j, a + K::U / 2);
             if (u * K::U * 4 % KG == 0) {
-              EACH(i, NB * 4) mine[i / 4 * 8 + 4 + i % 4] = start[(i / 4 * K::NG + g) * 2 + i % 2];
+              EACH(i, NB * 4) mine[i / 4 * 8 + 4 + i % 4] = 0;
             }
           } else {
             plain_along<KT, K::U>(w, j, a);
@@ -227,7 +252,8 @@ struct SdpaMatrix {
             EACH(i, NB * 4) {
               const thread uint* sb = ks + (2 * t + i % 4 / 2) * 2 * K::NS;
               thread float* x = mine + i / 4 * 8 + i % 4;
-              *x = fma(scale_at<T>(sb, g), x[4], fma(scale_at<T>(sb + K::NS, g), sums[(i / 4 * K::NG + g) * 2 + i % 2], *x));
+              if (!PAIRED) *x = fma(scale_at<T>(sb + K::NS, g), sums[(i / 4 * K::NG + g) * 2 + i % 2], *x);
+              *x = fma(scale_at<T>(sb, g), x[4], *x);
             }
           }
         }
@@ -240,46 +266,32 @@ struct SdpaMatrix {
           steps.template scales<V>(slots + two * SLOT, vs);
           copy_values(steps, v, slots + slot * SLOT, ahead);
         }
-        // A weight times its largest scale of V, not the weight itself, is at most about 2^15, for a half.
-        // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
-        float size[2 * UK], f[NB * 2];
+        if (K::CODED && unit<KT>() < 1 && huge) EACH(i, NB * UK * 4) s[i / 4 * 8 + i % 4] /= unit<KT>();
+        const int own = key + row;
+        const bool whole = MASK || (key >= seen_from && key + 16 * UK <= seen_to);
+        EACH(i, NB * UK * 4) {
+          const int e = i / 4 % NB * 2 + i % 2;
+          thread float* x = s + i / 4 * 8 + i % 4;
+          if (!K::CODED) *x += x[4];
+          if (!MASK) continue;
+          const int j = own + i / (4 * NB) * 16 + i % 4 / 2 * 8;
+          if (uint(j - c[e].from) >= uint(c[e].to - c[e].from)) *x = -INFINITY;
+          else *x = fma(added(mask[seen[e] + (size_t)j * mask_steps.w]), LOG2E, *x * scales[e]);
+        }
+        float most[2 * UK], all[NB * 2], mass[NB * 2], f[NB * 2];
         EACH(h, 2 * UK) {
-          size[h] = 0;
-          if (!V::CODED || sizeof(T) != 2) continue;
-          float most = fabs(scale_at<T>(vs + h * 2 * V::NS, 0));
-          UNROLL for (int g = 1; g < V::NG; g++) most = max(most, fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
-          size[h] = max(fma(float(as_type<int>(most)), 1.1920929e-7f, -142.0f), -55.0f);
+          most[h] = P::SCALED ? fabs(scale_at<T>(vs + h * 2 * V::NS, 0)) : 1;
+          if (P::SCALED) UNROLL for (int g = 1; g < V::NG; g++) most[h] = max(most[h], fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
         }
-        EACH(n, NB) {
-          EACH(i, 4 * UK) {
-            const Row m = c[2 * n + i % 2];
-            const int j = key + i / 2 * 8 + row;
-            thread float* x = s + (i / 4 * NB + n) * 8 + i % 4;
-            *x = K::CODED ? *x * scales[2 * n + i % 2] : (x[0] + x[4]) * scale;
-            if (uint(j - m.from) >= uint(m.to - m.from)) *x = -INFINITY;
-            else if (MASK)
-              *x = fma(added(mask[seen[2 * n + i % 2] + (size_t)j * mask_steps.w]), LOG2E, *x);
+        if (P::find(s, c, by, most, top, all, mass, own, whole, key == begin)) {
+          P::follow(s, c, by, most, top, all, mass, f, own, whole);
+          EACH(e, NB * 2) sum[e] = fma(sum[e], f[e], all[e]);
+          if (key != begin) {
+            EACH(i, NB * DV / 4) o[i] *= f[i / (DV / 4) * 2 + i % 2];
+            EACH(i, NB * V::NG * 2) bias[i] *= f[i / (V::NG * 2) * 2 + i % 2];
+            EACH(i, NB * V::NG * 4) middle[i] *= f[i / (V::NG * 4) * 2 + i % 2];
           }
-          EACH(i, 2) {
-            const int e = 2 * n + i;
-            float high = -INFINITY, all = 0;
-            EACH(h, 2 * UK) {
-              const float x = s[(h / 2 * NB + n) * 8 + h % 2 * 2 + i];
-              high = max(high, V::CODED ? x + size[h] : x);
-            }
-            high = max(top[e], rows_max(high));
-            f[e] = EXP2(top[e] - high);
-            top[e] = high;
-            EACH(h, 2 * UK) {
-              thread float* x = s + (h / 2 * NB + n) * 8 + h % 2 * 2 + i;
-              *x = EXP2(*x - high);
-              all += *x;
-            }
-            sum[e] = fma(sum[e], f[e], all);
-          }
-        }
-        float m[NB * 4];
-        EACH(i, NB * 4) m[i] = 0;
+        } else EACH(e, NB * 2) sum[e] += all[e];
         if (RING) {
           steps.template words<V, true>(slots + two * SLOT, vw);
           slot = two + 1 == ST ? 0 : two + 1;
@@ -287,7 +299,6 @@ struct SdpaMatrix {
         EACH(u, DV / 8 / V::U) {
           const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), g = r / V::PER, L = V::N * V::NW;
           if (u == 0 || (V::CODED && u * V::U * 8 % VG == 0)) {
-            EACH(i, NB * 4) m[i] = 0;
             EACH(t, UK) {
               float2 w[2] = {1, 1};
               EACH(h, 2 * V::CODED) {
@@ -295,28 +306,22 @@ struct SdpaMatrix {
                 w[h] = float2(scale_at<T>(sb, g), scale_at<T>(sb + V::NS, g));
               }
               EACH(n, NB) {
-                const thread float* x = s + (t * NB + n) * 8;
+                const thread float* x = s + (t * NB + n) * 8 + 4;
                 thread PAIR(VT)* to = p + (t * NB + n) * 2;
                 EACH(h, 2) to[h] = to_b<VT>(pair_of<VT>(x[2 * h] * w[h].x, x[2 * h + 1] * w[h].x));
                 if (!V::CODED) continue;
                 // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
                 thread float* b = bias + (n * V::NG + g) * 2;
-                EACH(i, 2)
-                  b[i] = fma(b[i], t ? 1.0f : f[2 * n + i],
-                             fma(x[i], fma(w[0].x, MIDDLE, w[0].y), x[2 + i] * fma(w[1].x, MIDDLE, w[1].y)));
-                mma16<VT>(m + n * 4, first, second, first, second, to[0], to[1]);
+                EACH(i, 4) b[i % 2] = fma(x[i], fma(w[i / 2].x, MIDDLE, w[i / 2].y), b[i % 2]);
+                mma16<VT>(middle + (n * V::NG + g) * 4, first, second, first, second, to[0], to[1]);
               }
             }
-          }
-          EACH(n, NB * V::U * 2) {
-            thread float* x = o + n / (V::U * 2) * (DV / 4) + u * V::U * 2 + n % (V::U * 2);
-            *x = fma(*x, f[n / (V::U * 2) * 2 + n % 2], m[n / (V::U * 2) * 4 + n % 4]);
           }
           EACH(t, UK) {
             PAIR(VT) a[2 * V::U];
             EACH(h, 2) {
               const thread uint* w = vw + (4 * t + 2 * h) * L + r * V::NW;
-              if (RING) codes_of_pair<T, VC, VT>(vw[(2 * t + h) * V::N + r], one, a + h * V::U);
+              if (RING) codes_of_pair<VC, VT>(vw[(2 * t + h) * V::N + r], a + h * V::U);
               else if (V::CODED) codes_across<T, VC, V::U, VT>(w, w + L, j, one, a + h * V::U);
               else across<VT, V::U>(w, w + L, j, a + h * V::U);
             }
@@ -334,7 +339,7 @@ struct SdpaMatrix {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
         EACH(i, NB * DV / 4) {
           const int n = i / (DV / 4), g = i % (DV / 4) * 4 / VG;
-          o[i] = fma(o[i], unscale<VC>(i / 2 % 2), bias[(n * V::NG + g) * 2 + i % 2]);
+          o[i] = fma(o[i] + middle[(n * V::NG + g) * 4 + i % 4], unscale<VC>(i / 2 % 2) / unit<VT>(), bias[(n * V::NG + g) * 2 + i % 2]);
         }
       }
       EACH(i, NB * 2) sum[i] = rows_sum(sum[i]);
@@ -350,6 +355,7 @@ typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINK
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+const float scale = numbers[0];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -358,10 +364,10 @@ const typename X::K kr = {
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, uint(v_strides[2] * sizeof(v[0])), 0, 0};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
-const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
+const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
-    even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
+    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
+    even(q, q_strides) & even(k, k_strides) & even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
@@ -369,6 +375,7 @@ typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINK
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+const float scale = numbers[0];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -378,12 +385,12 @@ const typename X::K kr = {
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
     (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), uint(v_strides[2] * sizeof(v[0])), uint(vs_strides[2] * sizeof(T)), uint(vb_strides[2] * sizeof(T))};
-const bool wide = even(q, q_strides) && even(k, k_strides) && even(v, v_strides) &&
-    even_scales<typename X::K>(ks, ks_strides) && even_scales<typename X::K>(kb, kb_strides) &&
-    even_scales<typename X::V>(vs, vs_strides) && even_scales<typename X::V>(vb, vb_strides);
+const bool wide = even(q, q_strides) & even(k, k_strides) & even(v, v_strides) &
+    even_scales<typename X::K>(ks, ks_strides) & even_scales<typename X::K>(kb, kb_strides) &
+    even_scales<typename X::V>(vs, vs_strides) & even_scales<typename X::V>(vb, vb_strides);
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
-const bool rows = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
+const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? numbers[0] : NAN, kr, vr,
+    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
     wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);

@@ -1,9 +1,88 @@
-// Where the simdgroups of a threadgroup of sdpa_matrix.metal put what they found, and add it up.
+// Weights of keys in sdpa_matrix.metal, and where simdgroups of a threadgroup put what they found and add it up.
+
+// Scores of 16 UK keys, s [UK][NB][8]: the first four of eight are scores, the others become weights, 2^(score - top).
+// top is not the largest score but stays near it: it moves where the weights of a lane in one step reach FAR, so that
+// most steps neither look for a max among lanes nor touch the sums before. SCALED: weights times the largest scale of
+// V of their key, as halves hold no more.
+template <int NB, int UK, bool S>
+struct Weights {
+  static constexpr constant bool SCALED = S;
+  static constexpr constant float FAR = 32768;
+
+  // Scores times `by` less top. key: the lane's first. whole: rows see all keys of the step.
+  static METAL_FUNC void relative(
+      thread float* s, const thread Row* c, const thread float* by, const thread float* top, const int key, const bool whole) {
+    EACH(i, NB * UK * 4) {
+      const int e = i / 4 % NB * 2 + i % 2;
+      thread float* x = s + i / 4 * 8 + i % 4;
+      x[4] = fma(x[0], by[e], -top[e]);
+    }
+    if (!whole) EACH(i, NB * UK * 4) {
+      const int e = i / 4 % NB * 2 + i % 2, j = key + i / (4 * NB) * 16 + i % 4 / 2 * 8;
+      if (uint(j - c[e].from) >= uint(c[e].to - c[e].from)) s[i / 4 * 8 + 4 + i % 4] = -INFINITY;
+    }
+  }
+  // Weights, and their sums in this lane: all, and mass, which stays below FAR.
+  static METAL_FUNC void weigh(thread float* s, const thread float* most, thread float* all, thread float* mass) {
+    EACH(e, NB * 2) {
+      float a = 0, m = 0;
+      EACH(h, 2 * UK) {
+        thread float* x = s + (h / 2 * NB + e / 2) * 8 + 4 + h % 2 * 2 + e % 2;
+        *x = EXP2(*x);
+        a = h ? a + *x : *x;
+        m = h ? fma(*x, most[h], m) : *x * most[h];
+      }
+      all[e] = a;
+      mass[e] = SCALED ? fma(a, 9.094947e-13f, m) : a;  // weights of no scale have an end too, 2^55
+    }
+  }
+
+  // The weights of a step, of which most[h] is the largest scale of a key. True: some may be too large or no number.
+  static METAL_FUNC bool find(
+      thread float* s, const thread Row* c, const thread float* by, const thread float* most, const thread float* top,
+      thread float* all, thread float* mass, const int key, const bool whole, const bool first) {
+    float sum = INFINITY;
+    EACH(e, NB * 2) mass[e] = INFINITY;
+    if (!first) {
+      relative(s, c, by, top, key, whole);
+      weigh(s, most, all, mass);
+      sum = mass[0];
+      UNROLL for (int e = 1; e < NB * 2; e++) sum += mass[e];
+    }
+    return simd_any(!(sum <= FAR));
+  }
+  // Then the top of columns with too large ones moves, and their sums before are to be multiplied by f. What happens to
+  // a column depends on it alone: f of the others is 1.
+  static METAL_FUNC void follow(
+      thread float* s, const thread Row* c, const thread float* by, const thread float* most, thread float* top,
+      thread float* all, thread float* mass, thread float* f, const int key, const bool whole) {
+    uint far = 0;
+    EACH(e, NB * 2) far |= uint(!(mass[e] <= FAR)) << e;
+    EACH(i, 3) far |= simd_shuffle_xor(far, i < 2 ? TILE_BIT << i : 16);
+    EACH(e, NB * 2) f[e] = 0;
+    relative(s, c, by, f, key, whole);
+    EACH(e, NB * 2) {
+      float high = -INFINITY;
+      EACH(h, 2 * UK) {
+        const float x = s[(h / 2 * NB + e / 2) * 8 + 4 + h % 2 * 2 + e % 2];
+        // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
+        high = max(high, SCALED ? x + max(fma(float(as_type<int>(most[h])), 1.1920929e-7f, -134.0f), -47.0f) : x);
+      }
+      high = max(top[e], rows_max(high));
+      if ((far >> e & 1) == 0) high = top[e];
+      f[e] = EXP2(top[e] - high);
+      top[e] = high;
+    }
+    relative(s, c, by, top, key, whole);
+    weigh(s, most, all, mass);
+  }
+};
 
 // RUN: elements of o that follow each other in a lane, U: how many may go at once, WORDS: of threadgroup memory.
 template <int DV, int R, int KP, int W, int RUN, int U, int WORDS, bool SINKS, bool DIRECT>
 struct Parts {
   static constexpr constant int NB = R / 8;
+  static constexpr constant bool EVEN = (R & (R - 1)) == 0;
   // Elements of a lane whose parts are added up at once: as many as threadgroup memory holds.
   static METAL_FUNC constexpr int share() {
     int e = DV / 8;
@@ -17,8 +96,8 @@ struct Parts {
   // Elements e of a lane, F of which are read at once, are in different banks.
   static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
 
-  // Adds up the simdgroups of each row block in order, E elements of each run at a time, and
-  // stores a row's state or, if the chunk holds all keys, its output.
+  // Adds up the simdgroups of each row block in order, and stores a row's state or, if the chunk holds all keys, its
+  // output. E elements of a lane and a row at a time, of fewer rows a multiple of it.
   template <typename S, typename O>
   static METAL_FUNC void store(
       const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part,
@@ -31,19 +110,27 @@ struct Parts {
         st[1] = sum[i];
       }
     }
+    // Rows have room for 2^more elements in the place of one, of which `held` are there.
+    int more = 0, held = 0;
+    while (EVEN && more < 2 && at.G * at.q_len <= R >> (more + 1)) more++;
+    const uint rows = R >> more;
     EACH(u, DV / 8 / E) {
-      if (u) threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (u && held == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       EACH(i, NB * E * 2) {
-        const int n = i / (E * 2), j = i % (E * 2);
-        part[(at.sg * R + n * 8 + 2 * col + i % 2) * P + bank(j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
+        const int n = i / (E * 2), j = i % (E * 2), r = n * 8 + 2 * col + i % 2;
+        if (r < int(rows))
+          part[(at.sg * R + held * rows + r) * P + bank(j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
       }
+      held++;
+      if (held < 1 << more && u + 1 < DV / 8 / E) continue;
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      ROLLED for (int x = at.sg * 32 + at.lane; x < W * R * 8 * E / F; x += KP * W * 32) {
-        const int lane_row = x % 8, e = x / 8 % (E / F) * F, w = x / (8 * E / F) / R, r = x / (8 * E / F) % R;
-        const int n = (at.block + w) * R + r, d = ((u * E + e) / RUN * 8 + lane_row) * RUN + (u * E + e) % RUN;
+      ROLLED for (uint x = at.sg * 32 + at.lane; x < held * rows * (W * 8 * E / F); x += KP * W * 32) {
+        const uint y = x / (8 * E / F) / W, w = x / (8 * E / F) % W, lane_row = x % 8, e = x / 8 % (E / F) * F;
+        const uint r = EVEN ? y & (rows - 1) : y % R, s = EVEN ? (y * (1 << more)) / R : y / R;
+        const int all_e = (u + 1 - held + s) * E + e, n = (at.block + w) * R + r, d = (all_e / RUN * 8 + lane_row) * RUN + all_e % RUN;
         if (n >= at.G * at.q_len) continue;
         const threadgroup float* st = state + (w * KP * R + r) * 2;
-        const threadgroup float* from = part + (w * KP * R + r) * P + lane_row;
+        const threadgroup float* from = part + (w * KP * R + s * rows + r) * P + lane_row;
         float high = LOWEST, all = 0, t[F];
         EACH(k, KP) high = max(high, st[k * R * 2]);
         EACH(i, F) t[i] = 0;
@@ -67,6 +154,7 @@ struct Parts {
           }
         }
       }
+      held = 0;
     }
   }
 };

@@ -1,7 +1,7 @@
 // Where a threadgroup of a decode-attention kernel is, and what its rows may see.
 struct Place {
   int b, kv, head, Hq, G, q_len, len, window, chunk, chunks, block, sg, lane;
-  bool causal;
+  float causal;  // compared where it matters, as it comes from memory
 };
 // numbers: scale, window (0: none), causal. head: the first query head of the kv head. block: the
 // first of the W row blocks.
@@ -9,11 +9,12 @@ template <int CHUNK, int W, bool WINDOW, typename Ints, typename Floats>
 METAL_FUNC Place place(
     const Ints q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
     const uint sg, const uint lane) {
-  const int Hkv = k_shape[1], G = q_shape[1] / Hkv, kv = tg.z % Hkv, k_len = k_shape[2];
+  const uint Hkv = k_shape[1], b = tg.z / Hkv;
+  const int G = uint(q_shape[1]) / Hkv, kv = tg.z - b * Hkv, k_len = k_shape[2];
   // Told to be the same in all lanes, so loops of a simdgroup are no divergent branches.
   const int same = simd_broadcast_first(sg);
-  return {int(tg.z) / Hkv, kv, kv * G, q_shape[1], G, q_shape[2], min(k_len, len), WINDOW ? int(numbers[1]) : 0,
-          int(tg.y), (k_len + CHUNK - 1) / CHUNK, int(tg.x) * W, same, int(lane), numbers[2] != 0};
+  return {int(b), kv, kv * G, q_shape[1], G, q_shape[2], min(k_len, len), WINDOW ? int(numbers[1]) : 0,
+          int(tg.y), (k_len + CHUNK - 1) / CHUNK, int(tg.x) * W, same, int(lane), numbers[2]};
 }
 
 // A query row of the kv head: its head there, its position, the keys from <= key < to it sees.
@@ -44,5 +45,5 @@ METAL_FUNC int4 mask_steps(const Ints shape, const Longs strides) {
 // May rows at p be read in steps of 16 bytes.
 template <typename At, typename Longs>
 METAL_FUNC bool even(const At p, const Longs s) {
-  return ALIGNED(p, 16) && ALIGNED(p + s[0], 16) && ALIGNED(p + s[1], 16) && ALIGNED(p + s[2], 16);
+  return ALIGNED(p, 16) & ALIGNED(p + s[0], 16) & ALIGNED(p + s[1], 16) & ALIGNED(p + s[2], 16);
 }

@@ -27,9 +27,18 @@ struct Ring {
   static constexpr constant int KEYS = 16 * UK;
   int len, lane;
   bool wide;
+  // Rows lie one behind the other up to this key, and where a lane has its first 16 bytes of a slot.
+  int dense;
+  uint k_place, v_place;
 
+  template <typename Rows>
+  static METAL_FUNC uint place(const uint lane) {
+    const uint C = Rows::WORDS / 4, own = lane / C;
+    // Shuffled, or the compiler finds it anew for each step.
+    return simd_shuffle_xor(own * C * 4 + (lane % C ^ turn<C * 4>(own)) * 4, 0);
+  }
   // Chunks of 16 bytes change places, so that those of eight rows come from different banks.
-  template <int RW> static METAL_FUNC constexpr int turn(const int row) {
+  template <int RW> static METAL_FUNC constexpr uint turn(const uint row) {
     return (RW & (RW - 1)) != 0 ? 0 : RW > 32 ? row % 8 : row * RW / 32 % (RW / 4);
   }
   // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
@@ -37,13 +46,9 @@ struct Ring {
   template <int RW, bool WIDE>
   METAL_FUNC void copy_rows(threadgroup uint* to, const device uchar* data, const uint stride, const int key) const {
     if (WIDE) {
-      const int C = RW / 4, own = uint(lane) / C, c = uint(lane) % C;
-      const device uchar* mine = data + c * 16;
-      EACH(j, KEYS * C / 32) {
-        // C may be no divisor of 32.
-        const int i = j * 32 + lane, row = 32 % C ? i / C : own + j * (32 / C), x = 32 % C ? i % C : c;
-        const device uchar* p = 32 % C ? data + x * 16 : mine;
-        copy_words<4>(to + row * RW + (x ^ turn<RW>(row)) * 4, (const device uint*)(p + offset(key + row, stride)));
+      EACH(j, KEYS * RW / 128) {
+        const uint i = j * 32 + lane, row = i / (RW / 4), x = i % (RW / 4);
+        copy_words<4>(to + row * RW + (x ^ turn<RW>(row)) * 4, (const device uint*)(data + x * 16 + offset(key + row, stride)));
       }
     } else {
       ROLLED for (int i = lane; i < KEYS * RW; i += 32) {
@@ -74,8 +79,21 @@ struct Ring {
     }
   }
   template <typename Rows>
-  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key) const {
-    if (wide) copy_slot<Rows, true>(from, to, key);
+  METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {
+    const int RW = Rows::WORDS, B = 4 * Rows::NS;
+    const device uchar* p = from.data + (uint(key) * (RW * 4) + uint(lane) * 16);
+    EACH(j, KEYS * RW / 128) copy_words<4>(to + j * 128 + (place ^ turn<RW>(j * 128 / RW) * 4), (const device uint*)(p + j * 512));
+    const uint row = UK == 2 ? lane : lane % KEYS, at = (uint(key) + row) * B;
+    to += KEYS * RW + row * Rows::NG;
+    if (UK == 2) {
+      copy_words<Rows::NS>(to, (const device uint*)(from.scales + at));
+      copy_words<Rows::NS>(to + Rows::NS, (const device uint*)(from.biases + at));
+    } else copy_words<Rows::NS>(to + (lane < 16 ? 0 : Rows::NS), (const device uint*)((lane < 16 ? from.scales : from.biases) + at));
+  }
+  template <typename Rows>
+  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {
+    if (key + KEYS <= dense) copy_dense(from, to, key, place);
+    else if (wide) copy_slot<Rows, true>(from, to, key);
     else copy_slot<Rows, false>(from, to, key);
   }
 

@@ -136,6 +136,15 @@ def test_parts_are_added_in_passes(dim, rows, bits):
     case.check(matrix_plan(case, rows, 64, 4))
 
 
+@pytest.mark.parametrize("q_len", [1, 2, 3, 5])
+def test_few_rows_are_added_in_fewer_passes(q_len):
+    case = sdpa_case.case(
+        heads=(1, 1), dims=(192, 192), q_len=q_len, k_len=140, causal=True,
+        **form(4, 4, 32),
+    )  # fmt: skip
+    case.check(matrix_plan(case, 8, 64, 4))
+
+
 # Bits of K and V, head_dim, group -> chunk, keys, threadgroups of a kv head that were
 # fastest at 8k, 32k and 128k keys in bench/results/h200-attention-sweep.txt, if there.
 PLANNED = [
