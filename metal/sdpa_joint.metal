@@ -18,7 +18,7 @@ X::run(
     out, ml, part, state, at);
 
 //! kernel sdpa_matrix_joint (q, kv, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[1];

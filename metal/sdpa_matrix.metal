@@ -5,9 +5,10 @@
 //
 // Codes are multiplied as they are. A group of a key of K gives scale * sum(c q) + bias * sum(q); a
 // group of V takes p * scale in the place of p, and sum(p * bias) is added at the end.
+// AHEAD: what a step needs is asked for a step before. Without, a lane has room for it in 128 registers.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
-          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT>
+          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
   // Bits of the codes, if there are any.
@@ -19,7 +20,7 @@ struct SdpaMatrix {
   // Codes come through a ring where threadgroup memory holds three slots of it next to what a merge of R = 16 needs.
   static constexpr constant int WORDS = D * KB > DV * VB ? D * KB / 32 : DV * VB / 32;
   static constexpr constant int NG = D / KG > DV / VG ? D / KG : DV / VG, SLOT = 16 * UK * (WORDS + NG);
-  static constexpr constant bool RING = KBITS < 16 && VBITS < 16 && sizeof(T) == 2 && 3 * KP * SLOT + KP * 224 <= 8192 &&
+  static constexpr constant bool RING = AHEAD && KBITS < 16 && VBITS < 16 && sizeof(T) == 2 && 3 * KP * SLOT + KP * 224 <= 8192 &&
       D * KB % 256 == 0 && DV * VB % 256 == 0 && D / KG % 2 == 0 && DV / VG % 2 == 0;
   static constexpr constant int ST = 5 * KP * W * SLOT + KP * W * R * 14 <= 8192 ? 5 : 3, SLOTS = RING ? KP * W * ST * SLOT : 0;
 
@@ -31,8 +32,9 @@ struct SdpaMatrix {
   typedef Ring<T, K, V, UK, ST> Steps;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
-  typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2> P;
-  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, 8192 - SLOTS, SINKS, DIRECT> Merge;
+  typedef conditional_t<PAIRED, T, KT> BT;
+  typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2> Soft;
+  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD ? 8192 - SLOTS : 3072, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
@@ -116,7 +118,7 @@ struct SdpaMatrix {
       copy_keys(steps, k, slots + 2 * i * SLOT, ahead, at, stride);
       copy_values(steps, v, slots + (2 * i + 1) * SLOT, ahead);
     }
-    else if (chunk * CHUNK < at.len) {
+    else if (AHEAD && chunk * CHUNK < at.len) {
       load_keys(k, here, at, wide, kw, ks);
       load_values(v, here, at, wide, vw, vs);
     }
@@ -127,7 +129,7 @@ struct SdpaMatrix {
     Row c[NB * 2];
     PAIR(KT) qs[NB * D / 8];
     PAIR(VT) p[NB * 2 * UK];
-    PAIR(T) parts[NB], none = pair_of<T>(0.0f, 0.0f);
+    PAIR(BT) parts[NB], none = pair_of<BT>(0.0f, 0.0f);
     // Of a column: scale, with codes of K times the power of two that was taken out of q, and sum(q) of
     // each group.
     float scales[NB * 2], sums[NB * K::NG * 2];
@@ -188,7 +190,7 @@ struct SdpaMatrix {
             const float all = row % 2 ? sums[4 * n + 2 + i] : sums[4 * n + i], high = float(T(all)), low = float(T(all - high));
             x[i] = row < 2 ? high : row < 4 ? low : row < 6 ? all - high - low : 0;
           }
-          parts[n] = to_b<T>(pair_of<T>(x[0], x[1]));
+          parts[n] = to_b<BT>(pair_of<BT>(x[0], x[1]));
         }
       }
     }
@@ -220,12 +222,13 @@ struct SdpaMatrix {
           steps.template scales<K>(slots + slot * SLOT, ks);
           copy_keys(steps, k, slots + (slot ? slot - 1 : ST - 1) * SLOT, ahead, at, stride);
         }
+        if (!AHEAD) load_keys(k, key, at, wide, kw, ks);
         float s[NB * UK * 8];
         EACH(i, NB * UK * 8) s[i] = 0;
         if (PAIRED) EACH(i, UK * NB) {
           const thread uint* b = ks + i / NB * 4 * K::NS + K::NS;
-          const PAIR(T) x = pair_at<T>(b, 0), y = pair_at<T>(b + 2 * K::NS, 0);
-          mma16<T>(s + i * 8, x, y, x, y, parts[i % NB], none);
+          const PAIR(BT) x = pair_at<BT>(b, 0), y = pair_at<BT>(b + 2 * K::NS, 0);
+          mma16<BT>(s + i * 8, x, y, x, y, parts[i % NB], none);
         }
         EACH(z, D / 4 / K::U * UK) {
           const int t = z % UK, u = z / UK, r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
@@ -259,7 +262,8 @@ struct SdpaMatrix {
         }
         // The next keys are on their way while these are weighted.
         const int after = key + STEP < end ? key + STEP : next;
-        if (!RING && after < at.len) load_keys(k, after, at, wide, kw, ks);
+        if (!AHEAD) load_values(v, key, at, wide, vw, vs);
+        else if (!RING && after < at.len) load_keys(k, after, at, wide, kw, ks);
         if (RING) {
           COPIES_WAIT(ST - 2);
           simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -280,11 +284,11 @@ struct SdpaMatrix {
         }
         float most[2 * UK], all[NB * 2], mass[NB * 2], f[NB * 2];
         EACH(h, 2 * UK) {
-          most[h] = P::SCALED ? fabs(scale_at<T>(vs + h * 2 * V::NS, 0)) : 1;
-          if (P::SCALED) UNROLL for (int g = 1; g < V::NG; g++) most[h] = max(most[h], fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
+          most[h] = Soft::SCALED ? fabs(scale_at<T>(vs + h * 2 * V::NS, 0)) : 1;
+          if (Soft::SCALED) UNROLL for (int g = 1; g < V::NG; g++) most[h] = max(most[h], fabs(scale_at<T>(vs + h * 2 * V::NS, g)));
         }
-        if (P::find(s, c, by, most, top, all, mass, own, whole, key == begin)) {
-          P::follow(s, c, by, most, top, all, mass, f, own, whole);
+        if (Soft::find(s, c, by, most, top, all, mass, own, whole, key == begin)) {
+          Soft::follow(s, c, by, most, top, all, mass, f, own, whole);
           EACH(e, NB * 2) sum[e] = fma(sum[e], f[e], all[e]);
           if (key != begin) {
             EACH(i, NB * DV / 4) o[i] *= f[i / (DV / 4) * 2 + i % 2];
@@ -333,7 +337,7 @@ struct SdpaMatrix {
             }
           }
         }
-        if (!RING && after < at.len) load_values(v, after, at, wide, vw, vs);
+        if (AHEAD && !RING && after < at.len) load_values(v, after, at, wide, vw, vs);
       }
       if (V::CODED) {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
@@ -351,7 +355,7 @@ struct SdpaMatrix {
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
@@ -371,7 +375,7 @@ X::run(
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT> X;
+typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
@@ -385,9 +389,9 @@ const typename X::K kr = {
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
     (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), uint(v_strides[2] * sizeof(v[0])), uint(vs_strides[2] * sizeof(T)), uint(vb_strides[2] * sizeof(T))};
-const bool wide = even(q, q_strides) & even(k, k_strides) & even(v, v_strides) &
-    even_scales<typename X::K>(ks, ks_strides) & even_scales<typename X::K>(kb, kb_strides) &
-    even_scales<typename X::V>(vs, vs_strides) & even_scales<typename X::V>(vb, vb_strides);
+const bool wide = int(even(q, q_strides)) & int(even(k, k_strides)) & int(even(v, v_strides)) &
+    int(even_scales<typename X::K>(ks, ks_strides)) & int(even_scales<typename X::K>(kb, kb_strides)) &
+    int(even_scales<typename X::V>(vs, vs_strides)) & int(even_scales<typename X::V>(vb, vb_strides));
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(

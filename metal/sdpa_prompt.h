@@ -63,7 +63,7 @@ METAL_FUNC Place prefill_place(
     const uint3 tgs, const uint sg, const uint lane) {
   const int Hkv = k_shape[1], G = q_shape[1] / Hkv, kv = tg.x % Hkv;
   return {int(tg.x) / Hkv, kv, kv * G, q_shape[1], G, q_shape[2], min(int(k_shape[2]), len), int(numbers[1]),
-          int(tg.z), int(tgs.z), int(tgs.y - 1 - tg.y), int(simd_broadcast_first(sg)), int(lane), numbers[2] != 0};
+          int(tg.z), int(tgs.z), int(tgs.y - 1 - tg.y), int(simd_broadcast_first(sg)), int(lane), numbers[2]};
 }
 
 // Keys or values at the kv head of a threadgroup: plain, or codes with scales and biases.

@@ -34,7 +34,8 @@ class SdpaPlan:
     group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
     of a threadgroup, how many share the keys of the chunk. rows: query rows that a
     simdgroup holds. threadgroups: that fill the chip, more chunks than that are taken
-    in turns (0: one each).
+    in turns (0: one each). ahead: a simdgroup of matrix units asks for its keys and
+    values a step before, which takes registers, and codes a ring in threadgroup memory.
     """
 
     kernel: str
@@ -46,28 +47,33 @@ class SdpaPlan:
     exact: bool
     reason: str
     threadgroups: int = 0
+    ahead: bool = True
 
 
-# Chip family, query heads per kv head from, larger of the head dims up to -> kernel,
-# chunk, lanes, keys, simdgroups, most rows. First match wins, the last rows are any
-# other chip. A lane of the vector kernel holds about 16 floats of q and o per row (128
-# / 16 lanes, twice). H200, bf16, 32/8 heads of 128, 32k keys, 2026-11-29, us with the
-# reduce: vector 99.5, matrix: see below. 16 rows of 256 spill: 16/2 heads, 32k keys, 4
-# queries take 76.9 with them and 54.6 with 8. Unmeasured on Apple.
+# Chip family, query heads per kv head from, more of the bits of K and V up to, larger
+# of the head dims up to -> kernel, chunk, lanes, keys, simdgroups, most rows. First
+# match wins, the last rows are any other chip. A lane of the vector kernel holds about
+# 16 floats of q and o per row (128 / 16 lanes, twice). H200, bf16, 32/8 heads of 128,
+# 32k keys, 2026-11-29, us with the reduce: vector 99.5, matrix: see below. 16 rows of
+# 256 spill: 16/2 heads, 32k keys, 4 queries take 76.9 with them and 54.6 with 8.
+# Apple: matrix units where the vector kernel's instructions and not memory would bound
+# one query, as counters predict (docs/counters.md); unmeasured.
 _TILES = (
-    ("Hopper", 1, 128, "sdpa_matrix", 256, 4, 16, 4, 16),
-    ("Hopper", 1, 256, "sdpa_matrix", 256, 4, 16, 4, 8),
-    ("Hopper", 1, 64, "sdpa_split", 256, 8, 4, 4, 4),
-    ("Hopper", 1, 128, "sdpa_split", 256, 16, 4, 4, 4),
-    ("Hopper", 1, 256, "sdpa_split", 128, 32, 4, 4, 4),
-    ("", 1, 64, "sdpa_split", 256, 8, 2, 4, 2),
-    ("", 1, 128, "sdpa_split", 256, 16, 2, 4, 2),
-    ("", 1, 256, "sdpa_split", 128, 32, 2, 4, 2),
-    ("", 1, 576, "sdpa_split", 64, 32, 2, 4, 2),
+    ("Hopper", 1, 32, 128, "sdpa_matrix", 256, 4, 16, 4, 16),
+    ("Hopper", 1, 32, 256, "sdpa_matrix", 256, 4, 16, 4, 8),
+    ("Hopper", 1, 32, 64, "sdpa_split", 256, 8, 4, 4, 4),
+    ("Hopper", 1, 32, 128, "sdpa_split", 256, 16, 4, 4, 4),
+    ("Hopper", 1, 32, 256, "sdpa_split", 128, 32, 4, 4, 4),
+    ("Apple", 8, 32, 128, "sdpa_matrix", 256, 4, 16, 4, 8),
+    ("Apple", 4, 8, 128, "sdpa_matrix", 256, 4, 16, 4, 8),
+    ("", 1, 32, 64, "sdpa_split", 256, 8, 2, 4, 2),
+    ("", 1, 32, 128, "sdpa_split", 256, 16, 2, 4, 2),
+    ("", 1, 32, 256, "sdpa_split", 128, 32, 2, 4, 2),
+    ("", 1, 32, 576, "sdpa_split", 64, 32, 2, 4, 2),
 )
 
-# Matrix units: larger of the head dims up to, more of the bits of K and V up to,
-# smaller of the groups from -> chunk, keys, simdgroups, most rows. 32 keys are two
+# Matrix units of Hopper: larger of the head dims up to, more of the bits of K and V up
+# to, smaller of the groups from -> chunk, keys, simdgroups, most rows. 32 keys are two
 # tiles. Codes of long heads have a ring of threadgroup memory for each simdgroup: 8
 # bits leave room for two. H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of
 # both launches at 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt):
@@ -145,13 +151,15 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         p.head_dim % (16 if p.k_bits >= 16 else 32)
         or p.v_head_dim % (16 if p.v_bits >= 16 else 64)
     )
+    bits, group = max(p.k_bits, p.v_bits), min(p.k_group, p.v_group)
     kernel, chunk, lanes, keys, simdgroups, most = next(
-        row[3:]
+        row[4:]
         for row in _TILES
         if row[0] in chip.family
         and G >= row[1]
-        and dim <= row[2]
-        and (tensor_cores or row[3] != "sdpa_matrix")
+        and bits <= row[2]
+        and dim <= row[3]
+        and (tensor_cores or row[4] != "sdpa_matrix")
     )
     if p.dtype == "float32":
         keys = min(keys, 2)  # a key takes twice the registers
@@ -159,15 +167,16 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_codes"
     elif p.joint:
         kernel += "_joint"
-    rows, threadgroups = row_block(G * p.q_len, most), 0
+    rows, threadgroups, ahead = row_block(G * p.q_len, most), 0, False
     if kernel.startswith("sdpa_matrix"):
-        bits, group = max(p.k_bits, p.v_bits), min(p.k_group, p.v_group)
-        chunk, keys, simdgroups, most = next(
-            (*row[3:6], min(most, row[6]))
-            for row in _MATRIX
-            if dim <= row[0] and bits <= row[1] and group >= row[2]
-        )
+        if ahead := chip.family == "Hopper":
+            chunk, keys, simdgroups, most = next(
+                (*row[3:6], min(most, row[6]))
+                for row in _MATRIX
+                if dim <= row[0] and bits <= row[1] and group >= row[2]
+            )
         rows = min(most, -(-G * p.q_len // 8) * 8)
+    if ahead:
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
         coded = kernel.endswith("_codes")
         full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4)
@@ -176,7 +185,8 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         threadgroups = resident * chip.gpu_cores // simdgroups
     reason = f"{G} x {p.q_len} query rows read a chunk of {chunk} keys once"
     chosen = SdpaPlan(
-        kernel, chunk, lanes, keys, simdgroups, rows, True, reason, threadgroups
+        *(kernel, chunk, lanes, keys, simdgroups, rows),
+        *(True, reason, threadgroups, ahead),
     )
     if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
         print(

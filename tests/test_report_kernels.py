@@ -83,7 +83,7 @@ def test_plain_weights_need_linear_all():
     [
         ({}, "sdpa_split", 9),
         ({"context": 100}, "sdpa_split", 1),
-        ({"kv_bits": 8}, "sdpa_split_codes", 9),
+        ({"kv_bits": 8}, "sdpa_matrix_codes", 9),
         ({"draft": 3}, "sdpa_split", 9),
     ],
 )

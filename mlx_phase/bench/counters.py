@@ -20,6 +20,7 @@ from . import (
     counters_fill,
     counters_prefill,
     counters_published,
+    counters_units,
 )
 from .counters_kernels import (
     CHIPS,
@@ -143,6 +144,7 @@ TABLES = {
     "times": times,
     "attention": counters_attention.table,
     "attention_times": counters_attention.times,
+    "attention_units": counters_units.units,
     "prefill": counters_prefill.table,
     "prefill_fill": counters_prefill.fill,
 }

@@ -141,7 +141,7 @@ def table() -> str:
         rows = [(f"ours: {kernel_of(q_len, apple)}", our_attention(q_len, apple))]
         if kernel_of(q_len, cuda) == "sdpa_matrix":
             rows.append(
-                ("ours: sdpa_matrix (planned on CUDA only)", our_attention(q_len, cuda))
+                ("ours: sdpa_matrix (planned on Hopper)", our_attention(q_len, cuda))
             )
         rows.append(("MLX: sdpa_vector_2pass_1", mlx_attention(q_len)))
         rows.append(("MLX: sdpa_vector", mlx_one_pass(q_len)))

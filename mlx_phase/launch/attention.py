@@ -26,7 +26,8 @@ def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object
     args += [("W", row_blocks(problem, p, direct)), ("CHUNK", p.chunk)]
     args += [("WINDOW", problem.window > 0)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
-    return args + [("LENS", problem.lens), ("DIRECT", direct)]
+    args += [("LENS", problem.lens), ("DIRECT", direct)]
+    return args + [("AHEAD", p.ahead)] * p.kernel.startswith("sdpa_matrix")
 
 
 def _blocks(problem: Sdpa, p: SdpaPlan) -> int:
@@ -45,8 +46,9 @@ def spread(p: SdpaPlan, direct: bool) -> SdpaPlan:
 
 def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
-    # Codes have a ring in threadgroup memory for each simdgroup.
-    if p.kernel.startswith("sdpa_matrix") and (direct or p.kernel.endswith("_codes")):
+    # Codes that come ahead have a ring in threadgroup memory for each simdgroup.
+    ring = p.ahead and p.kernel.endswith("_codes")
+    if p.kernel.startswith("sdpa_matrix") and (direct or ring):
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
