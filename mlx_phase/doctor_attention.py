@@ -34,7 +34,8 @@ def rows(quick: bool) -> list[Sdpa]:
     """A few queries for each head size, dtype and cache; ``quick``: each in turn.
 
     Then the same of keys and values in one array, as a model's steps keep them, and
-    prompts, where the kernels take them on this chip.
+    with more query heads where this chip has another kernel for these; prompts, where
+    the kernels take them here.
     """
     plain = (16, 64)
     if quick:
@@ -53,6 +54,10 @@ def rows(quick: bool) -> list[Sdpa]:
     joint = [replace(p, joint=True) for p in (found[1:2] if quick else found)]
     prompts = [replace(p, q_len=PROMPT) for p in (found[1:3] if quick else found)]
     found += [p for p in joint if supports_sdpa(p) is None]
+    for p in [*found]:
+        wide = replace(p, q_heads=2 * p.q_heads)
+        if plan_sdpa(wide, chip).kernel != plan_sdpa(p, chip).kernel:
+            found.append(wide)
     found += [p for p in prompts if not (supports_prefill(p) or stays_stock(p, chip))]
     return found
 

@@ -7,6 +7,7 @@ import pytest
 
 from mlx_phase import check, doctor, doctor_attention
 from mlx_phase.attention_ops import planned
+from mlx_phase.chip import lookup
 from mlx_phase.doctor_attention import examine, rows
 from mlx_phase.launch.matmul import device_chip
 from mlx_phase.problem import CACHE_BITS, HEAD_DIM_PAIRS, HEAD_DIMS, Sdpa
@@ -37,6 +38,17 @@ def test_rows_reach_every_kernel_size_dtype_and_cache(quick):
         sizes = {(p.head_dim, p.v_head_dim) for p in found}
         assert sizes == {(d, d) for d in HEAD_DIMS} | set(HEAD_DIM_PAIRS)
     assert doctor.everything(quick)[-len(found) :] == found
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_rows_reach_matrix_units_where_a_chip_has_them_for_many_heads(
+    quick, monkeypatch
+):
+    chip = lookup("m4-max")
+    monkeypatch.setattr(doctor_attention, "device_chip", lambda: chip)
+    kernels = {planned(p, chip).kernel for p in rows(quick)}
+    forms = {"", "_codes", "_joint"}
+    assert {f"sdpa_{k}{form}" for k in ("split", "matrix") for form in forms} <= kernels
 
 
 def test_a_row_is_timed_checked_and_exact():
