@@ -23,10 +23,10 @@ from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
-import mlx_phase
-from mlx_phase import command
+from mlx_phase import command, patched
 from mlx_phase.bench import (
     BenchError,
     attention_suite,
@@ -228,7 +228,7 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
         raise BenchError("--tokens must be at least 2 and --prompt-tokens at least 1")
     repeats = effort(args).repeats
     for spec in args.models.split(","):
-        with err.status(f"loading {spec}"):
+        with err.status(escape(f"loading {spec}")):
             loaded = load(spec)
         job = endtoend.Job(
             name=loaded.name,
@@ -238,11 +238,9 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
             repeats=repeats,
             host_steps=0 if env.executor == "cpu" else 20,
         )
-        with err.status(f"{loaded.name}: stock and patched"):
+        with err.status(escape(f"{loaded.name}: stock and patched")):
             events = gpu_time.cuda_events if env.executor == "cuda" else None
-            result = endtoend.measure(
-                loaded.model, job, mlx_phase.patched, events=events
-            )
+            result = endtoend.measure(loaded.model, job, patched, events=events)
         found = endtoend.rows(result, env)
         table.show(Console(), result, found, env, loaded.source)
         yield found
@@ -272,14 +270,13 @@ def show(rows: list[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the suites; returns the exit status (2: bad input, said in one line)."""
     args = parser().parse_args(argv)
-    err = Console(stderr=True)
+    err = Console(stderr=True, markup=False)
     try:
         suites = args.suite.split(",")
         for suite in suites:
             if suite not in RUN:
                 raise BenchError(f"unknown suite {suite!r}: use {', '.join(SUITES)}")
-        if args.json is not None and args.json.exists():
-            record.read(args.json)
+        record.check(args.json)
         env = environment()
         if env.executor == "cpu":
             err.print(EMULATION)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .launch.fused import ACTIVATIONS, Rotary
-from .layers import PhaseQuantizedLinear
+from .layers import STOCK, PhaseQuantizedLinear
 from .rotary import Rope, no_rope, rotary_of
 from .routes import counted
 
@@ -106,8 +106,10 @@ def match(block: nn.Module) -> Parts | str:
     layers = [(attention, name) for name in (*qkv, "o_proj")]
     layers += [(mlp, name) for name in (*glu, "down_proj") if glu]
     for owner, name in layers:
-        if type(owner.get(name)) is not PhaseQuantizedLinear:
-            return f"{name} is no quantised layer on the kernels"
+        kind = type(owner.get(name))
+        if kind is not PhaseQuantizedLinear:
+            kind = STOCK.get(kind, kind).__name__
+            return f"{name} ({kind}) is no quantised layer on the kernels"
     return Parts(norms, qkv, mlp_name, glu)
 
 

@@ -36,6 +36,16 @@ def copied(module: nn.Module, stock: type, own: tuple[str, ...]) -> tuple:
     return restored, (stock, dict(module), state)
 
 
+def train_along(module: nn.Module) -> None:
+    """Put a mixin of ``module`` in the training mode of those inside it.
+
+    Modules are made in training mode, so mixins note calls of ``train`` and ``eval``
+    in ``_train``; a new one has heard of none.
+    """
+    if any(getattr(m, "_train", False) for m in module.modules()):
+        object.__setattr__(module, "_train", True)
+
+
 def swap_back(module: nn.Module, stock: type, own: tuple[str, ...]) -> None:
     """Give a module its class back and drop the mixin's ``own`` attributes."""
     module.__class__ = stock

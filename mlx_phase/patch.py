@@ -20,6 +20,7 @@ from . import ops, step_patch, tune_store
 from .arguments import DTYPES
 from .attention_check import probe
 from .attention_hooks import mark, marked, unmark
+from .class_swap import train_along
 from .executor import executor_name
 from .fuse import fuse, launches, unfuse
 from .launch.matmul import device_chip
@@ -95,9 +96,11 @@ def patch(
     The kernels have no gradient: after model.train() stock serves until model.eval().
     Layers keep what they made of their weights: give new ones by assignment (update,
     load_weights), not by changing an array in place or mx.compile(inputs=model.state).
+    Numbers beside them (the scale of attention, a rotary embedding's) are read now.
 
     Idempotent. Raises TypeError if model is no mlx.nn.Module and ValueError for an
-    unknown option; whatever is raised, the model is left as it was.
+    unknown option; whatever is raised, the model is left as it was, but that steps
+    which an earlier patch traced may run layer by layer until the next one.
     """
     flags = {"attention": attention, "exact": exact, "steps": steps}
     _validate(model, linear, check, tune, **flags)
@@ -181,6 +184,8 @@ def _attend(modules: list[tuple[str, nn.Module]], users: list[nn.Module]) -> Non
     wanted = {id(m) for m in users}
     for _, m in modules:
         (mark if id(m) in wanted else unmark)(m)
+    for m in users:
+        train_along(m)
 
 
 def _check(report: Report, problems: set[Matmul], rows) -> dict[Matmul, str]:
@@ -264,26 +269,32 @@ def unpatch(model: nn.Module) -> Unpatched:
 def patched(model: nn.Module, **options) -> Iterator[Report]:
     """`with patched(model) as report:` patches inside, also when the block raises.
 
-    Takes the options of `patch`. Layers that were patched before stay patched.
+    Takes the options of `patch`. What was patched before is as it was before.
     """
     _validate(model)
     modules = [m for _, m in named(model)]
     before = {id(m) for m in modules if adopted(m) or adopted_parent(m)}
     attending = {id(m) for m in modules if marked(m)}
-    stepping = any(map(step_patch.installed, modules))
+    stepping = {id(m) for m in modules if step_patch.installed(m)}
     exact = [(m, m._exact) for m in modules if adopted(m)]
     report = patch(model, **options)
     try:
         yield report
     finally:
-        _attend(named(model), [m for m in modules if id(m) in attending])
-        if not stepping:
-            step_patch.remove([m for _, m in named(model)])
+        kept = all(adopted(m) for m, _ in exact)  # no unpatch in the block
+        again = [m for m in modules if id(m) in attending and (kept or marked(m))]
+        _attend(named(model), again)
         for m, was in exact:
             if adopted(m):
                 set_exact(m, was)
         if any(was != report.exact for _, was in exact):
             step_patch.trace_again(modules)
-        new = [m for _, m in named(model) if id(m) not in before]
+        now = [m for _, m in named(model)]
+        step_patch.remove(m for m in now if id(m) not in stepping)
+        new = [m for m in now if id(m) not in before]
         unfuse(new)
         _release([m for m in new if adopted(m)])
+        lost = any(id(m) in stepping and not step_patch.installed(m) for m in now)
+        if lost and kept:  # options of this patch took it off
+            step_patch.install(model, report.checked)
+            step_patch.remove(m for m in now if id(m) not in stepping)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .check import Checked
@@ -105,6 +107,11 @@ class Report:
 
     def __rich_console__(self, console, options):
         """Rich renders the report in a terminal."""
+        for part in self._parts():
+            # Errors have square brackets, and these are no markup.
+            yield escape(part) if isinstance(part, str) else part
+
+    def _parts(self) -> Iterator[str | Table]:
         yield (
             f"mlx_phase on {self.model}: {self.n_replaced} layers replaced, "
             f"{self.n_left} left (executor {self.executor}, {self.chip})"
@@ -139,7 +146,8 @@ class Report:
             rows.setdefault((layer.kind, layer.format, now), []).append(layer.path)
         for (kind, text, now), paths in rows.items():
             more = f", … {paths[-1]}" if len(paths) > 1 else ""
-            table.add_row(str(len(paths)), f"{kind} ({paths[0]}{more})", text, now)
+            cells = (str(len(paths)), f"{kind} ({paths[0]}{more})", text, now)
+            table.add_row(*map(escape, cells))
         return table
 
     def _kernels(self) -> Table:
@@ -150,7 +158,8 @@ class Report:
         table.add_column("result", overflow="fold")
         for k in self.kernels:
             result = "passed" if k.ok else f"OFF, stock serves: {k.error}"
-            table.add_row(k.kernel, f"{k.worst:.2f}", f"{k.ms:.0f}", result)
+            cells = (k.kernel, f"{k.worst:.2f}", f"{k.ms:.0f}", result)
+            table.add_row(*map(escape, cells))
         return table
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import predict_data, predict_fit, predict_table
+from . import command, predict_data, predict_fit, predict_table
 from .chip import CHIPS, Chip, lookup
 from .model_error import ModelError
 from .predict_fit import SHARE, Case

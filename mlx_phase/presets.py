@@ -52,7 +52,7 @@ class Options:
     @property
     def plain(self) -> bool:
         """True where weights are not quantised."""
-        return self.bits >= 16
+        return self.bits in (16, 32)
 
 
 def parse(spec: str, dtype: str = "bfloat16") -> tuple[str, Options]:

@@ -18,6 +18,7 @@ from .block_match import ATTENTION, Fused, Parts, match, read, rope_of
 from .block_step import Memo, Step
 from .cache_groups import grouped
 from .cache_kinds import KINDS
+from .class_swap import train_along
 from .rotary import FAR, same_rope
 from .routes import counted
 from .step_cache import Position, StepCache
@@ -111,6 +112,9 @@ def install(model: nn.Module, check: bool) -> Steps:
             if outer and True not in _compare(outer, expected_outer or [])[0]:
                 result.decoder = type(outer).__name__
                 trace_steps(outer)
+        # Not earlier: what is in training mode runs stock, and would prove nothing.
+        for m in filter(installed, (*decoder.layers, decoder, outer or decoder)):
+            train_along(m)
     except BaseException:
         # Also on KeyboardInterrupt: never leave a model half patched.
         remove([m for m in (outer, decoder, *decoder.layers) if m is not None])

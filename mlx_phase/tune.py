@@ -12,9 +12,10 @@ from pathlib import Path
 
 import mlx.core as mx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import tune_store
+from . import command, tune_store
 from .bench import BenchError
 from .bench.device import environment
 from .bench.kernel_timer import Effort
@@ -173,7 +174,7 @@ def run(out: Console, args: argparse.Namespace) -> int:
         raise BenchError(f"--budget must be seconds above 0, got {args.budget}")
     spec = args.model or default_model()
     err = Console(stderr=True)
-    with err.status(f"loading {spec}"):
+    with err.status(escape(f"loading {spec}")):
         name, todo = launches(spec)
     mx.clear_cache()
     if executor_name() == "cpu":
@@ -217,7 +218,7 @@ def run(out: Console, args: argparse.Namespace) -> int:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("cases"),

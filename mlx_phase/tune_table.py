@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .tune_plans import KERNEL, Entry, Problems, StoredPlans
@@ -42,7 +43,7 @@ def table(plans: StoredPlans, entries: Iterable[Entry] | None = None) -> Table:
             to = "separate launches"
         tile = f"R={e.rows} SG={e.simdgroups} KS={e.k_simdgroups} SPLITS={e.splits}"
         times = (f"{e.us:.1f}", f"{e.stock_us:.1f}", f"{e.ratio:.2f}", f"{e.noise:.1%}")
-        to = f"{to} ({e.note})" if e.note else to
+        to = escape(f"{to} ({e.note})") if e.note else to
         found.add_row(label(e.problems), str(e.M), tile, *times, to)
     return found
 

@@ -1,6 +1,8 @@
 """End-to-end bench: interleaving on fakes, and the real command on a tiny model."""
 
 import json
+import os
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from bench_models import Tokenizer, config, run_of, tiny
 
-from mlx_phase import ops
+from mlx_phase import command, ops
 from mlx_phase.bench import __main__ as cli
 from mlx_phase.bench import endtoend, prompts, record
 from mlx_phase.bench import generate as gen
@@ -177,6 +179,8 @@ def test_bad_numbers_are_refused(capsys, options, message):
         (["--raw"], "--raw only goes with --prompt"),
         ("--draft lookup --draft-tokens 1,16".split(), "numbers of 1 to 15"),
         (["--json", "{tmp}"], "is a folder: name a file"),
+        (["--json", "/dev/null"], "is a device: name a file"),
+        (["--json", "{tmp}/bad.jsonl/new/rows.jsonl"], "bad.jsonl is in the way"),
         (["--json", "{tmp}/bad.jsonl"], "bad.jsonl:1: not JSON"),
         (["--model", "no-such-model-anywhere"], "no-such-model-anywhere"),
     ],
@@ -192,13 +196,27 @@ def test_bad_options_give_one_line_before_anything_runs(
     assert err.startswith("mlx_phase.bench: error: ") and message in err
 
 
+def test_a_command_that_is_cut_off_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert command.run(lambda: 2, "x") == 2
+    assert command.run(interrupted, "mlx_phase.bench") == 130
+    assert capsys.readouterr().err == "mlx_phase.bench: stopped\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    assert command.run(lambda: print("a line") or 0, "x") == 141
+    sys.stdout.close()  # would fail again if the pipe were still behind it
+
+
 @pytest.fixture
 def loaded(monkeypatch):
     def install(tokenizer=None):
         found = SimpleNamespace(
             model=tiny(),
             tokenizer=tokenizer,
-            name="tiny-test",
+            name="a [/folder]/tiny",  # rich takes such a name for markup
             config=config(),
             source="made by the test",
         )

@@ -178,7 +178,7 @@ def test_adapted_layers_are_left_alone_and_named():
     layer.qkv_proj = adapter
     have = run(m, [1])
     report = mlx_phase.patch(m, check=False)
-    assert "1 not fused (qkv_proj is no quantised layer" in str(report.steps)
+    assert "1 not fused (qkv_proj (LoRALinear) is no quantised" in str(report.steps)
     np.testing.assert_allclose(run(m, [1]), have, atol=1e-4)
     mlx_phase.unpatch(m)
     np.testing.assert_allclose(run(m, [1]), have, atol=1e-4)

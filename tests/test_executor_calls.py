@@ -124,6 +124,24 @@ def test_headers_are_parsed_once_and_a_damaged_copy_is_passed_over(
         assert (run(body, name="parsed") == value).all().item()
 
 
+def test_a_library_that_was_cut_off_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("MLX_PHASE_CACHE", str(tmp_path))
+    code = '__attribute__((visibility("default"))) int answer(void) { return 42; }'
+    flags = ["-x", "c"]
+    path = cpu_build.build(code, [*flags, *cpu_build.LEAN_FLAGS])
+    path.write_bytes(path.read_bytes()[:100])
+    assert cpu_build.load(code, flags).answer() == 42
+
+    def refused(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment: Operation not permitted")
+
+    monkeypatch.setattr(cpu_build, "CDLL", refused)
+    with pytest.raises(ExecutorError, match="not permitted.*set MLX_PHASE_CACHE"):
+        cpu_build.load(code, flags)
+
+
 def test_choice_of_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {"metal": False, "cuda": False}
     monkeypatch.setattr(mx.metal, "is_available", lambda: seen["metal"])

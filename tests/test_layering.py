@@ -14,7 +14,8 @@ PACKAGE = ROOT / "mlx_phase"
 
 # From left to right. Modules of one row do not import each other.
 FLOW = (
-    {"chip", "problem", "model_error", "arguments", "machine", "preset_configs", "command"},
+    {"chip", "problem", "model_error", "arguments", "machine", "preset_configs"}
+    | {"command"},
     {"roofline", "shapes_config", "counters"},
     {"plan", "plan_attention", "shapes"},
     {"plan_exact"},
@@ -137,6 +138,15 @@ def name_of(path: Path) -> str:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name_of)
 def test_imports_only_from_the_left(path):
     assert violations(path) == []
+
+
+def test_every_command_takes_an_interrupt_and_a_closed_pipe():
+    entry = 'if __name__ == "__main__":'
+    commands = [
+        p for p in PYTHON if p.parent.name != "tests" and entry in p.read_text()
+    ]
+    assert len(commands) >= 6
+    assert [p for p in commands if "command.run(main" not in p.read_text()] == []
 
 
 @pytest.mark.parametrize("path", PYTHON + METAL, ids=name_of)

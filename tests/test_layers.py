@@ -19,7 +19,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from tolerance import assert_bits, assert_close
 
 import mlx_phase
-from mlx_phase import layers, ops
+from mlx_phase import layers, ops, patch_report
+from mlx_phase.check import Checked
 
 
 def close(a, b, limit=1e-4):
@@ -215,6 +216,14 @@ def test_prefill_has_a_kernel_and_bad_x_is_one_error():
     assert layer(mx.zeros((1, 0, 128))).shape == (1, 0, 96)
     with pytest.raises(ValueError, match="K = 128"):
         layer(x[:, :64])
+
+
+def test_a_report_prints_the_brackets_of_errors():
+    error = "[k] see [/x.h]"  # rich would take both for markup
+    report = patch_report.Report("M", "cpu", "CPU", notes=[error])
+    report.kernels.append(Checked("qmv", None, False, float("inf"), 0.0, error))
+    report.left.append(patch_report.Layer("a", "QuantizedLinear", "f", error))
+    assert str(report).count(error) == 3
 
 
 def test_report_is_a_table_and_json():

@@ -153,6 +153,7 @@ def test_preset_generates_to_the_limit():
         ("./nothing/here", "no such folder or file"),
         ("absent.gguf", "absent.gguf: no such file"),
         ("tiny:bits=7", "bits=7 is not one of 2, 3, 4, 5, 6, 8"),
+        ("tiny:bits=24", "bits=24 is not one of 2, 3, 4, 5, 6, 8"),
         ("tiny:group=16", "group=16 is not one of 32, 64, 128"),
         ("tiny:mode=mxfp5", "mode=mxfp5 is not one of affine"),
         ("tiny:mode=mxfp4,dtype=float16", "dtype=float16 is not one of bfloat16"),
@@ -217,6 +218,7 @@ def test_folder_loads(folder):
         ("model.safetensors", None, "weights are missing"),
         ("model.safetensors", "short", "mlx-lm cannot load it"),
         ("tokenizer.json", "{", "mlx-lm cannot load it"),
+        ("tokenizer.json", None, "no tokenizer.json"),
     ],
 )
 def test_broken_folder(folder, name, content, message):

@@ -10,6 +10,7 @@ import pytest
 import ref
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from tolerance import assert_bits
 
 import mlx_phase
@@ -135,6 +136,23 @@ def test_parameters_and_saving_do_not_change(tmp_path):
     assert saved.keys() == dict(before).keys()
 
 
+def test_training_mode_outlives_another_patch():
+    model = tiny_llama()
+    mlx_phase.patch(model, steps=False, attention=False, check=False)
+    model.train()
+    mlx_phase.patch(model, check=False)
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    ops.reset_served()
+    model(TOKENS, cache=cache)
+    # Its attention too: in eval mode the reason would be the size of the heads.
+    assert ops.served().keys() == {layers.TRAINING}
+    model.eval()
+    ops.reset_served()
+    model(TOKENS, cache=cache)
+    assert ops.served().kernels and layers.TRAINING not in ops.served()
+
+
 def test_patched_restores_on_exceptions():
     model = tiny_llama()
     before = snapshot(model)
@@ -151,6 +169,24 @@ def test_patched_leaves_an_earlier_patch_alone():
     with mlx_phase.patched(model):
         assert len(phase_layers(model)) == 15
     assert len(phase_layers(model)) == 7 and snapshot(model) == inside
+
+
+@pytest.mark.parametrize("option", ["steps", "attention", "linear"])
+def test_patched_gives_the_steps_of_an_earlier_patch_back(option):
+    model = tiny_llama()
+    mlx_phase.patch(model.model, check=False)  # the model around it has no trace
+    inside = kinds(model)
+    assert inside != kinds(tiny_llama())
+    with mlx_phase.patched(model, check=False, **{option: False}):
+        assert kinds(model) != inside
+    assert kinds(model) == inside
+    with mlx_phase.patched(model, check=False, **{option: False}):
+        mlx_phase.unpatch(model)
+    assert kinds(model) == kinds(tiny_llama())
+
+
+def kinds(model):
+    return [type(m) for _, m in model.named_modules()]
 
 
 def test_failure_in_the_middle_leaves_nothing_patched(monkeypatch):

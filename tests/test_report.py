@@ -8,6 +8,7 @@ from report_case import MOE, analysis
 
 from mlx_phase import step
 from mlx_phase.chip import lookup
+from mlx_phase.launch.matmul import device_chip
 from mlx_phase.report import checklist, serving, verdict
 from mlx_phase.report.__main__ import main, sections
 
@@ -166,6 +167,16 @@ def test_bad_input_is_one_line(capsys, argv, complaint):
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and complaint in err
+
+
+def test_an_executor_that_is_not_there_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("MLX_PHASE_EXECUTOR", "gpu")
+    # It is asked once a process.
+    asked = device_chip.__wrapped__
+    monkeypatch.setattr("mlx_phase.report.__main__.device_chip", asked)
+    assert main(["--model", "tiny"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "use one of apple, cuda, cpu" in err
 
 
 def test_the_report_in_the_readme_is_what_the_command_prints(capsys):

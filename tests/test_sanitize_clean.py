@@ -205,6 +205,11 @@ def test_names_of_checks(value, checks):
 def test_unknown_checks_and_other_executors_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="no such check: memory.*mem, race, init"):
         mlx_phase.metal_kernel("k", ["a"], ["out"], "", sanitize="mem,memory")
+    monkeypatch.setenv("MLX_PHASE_SANITIZE", "memory")
+    # Not the caller's fault: what the commands catch and say in one line.
+    with pytest.raises(ExecutorError, match="MLX_PHASE_SANITIZE: .* check: memory"):
+        sanitize.chosen(None)
+    monkeypatch.delenv("MLX_PHASE_SANITIZE")
     monkeypatch.setenv("MLX_PHASE_EXECUTOR", "cuda")
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     with pytest.raises(ExecutorError, match="runs kernels on the CPU: unset"):

@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from test_bench_kernels import EFFORT, H200, PATH
 
 from mlx_phase.bench import kernel_suite, record, small_m_suite
@@ -98,10 +99,13 @@ def test_weights_are_the_same_for_every_m_and_cold(device, monkeypatch):
     small_m_suite._weights.cache_clear()
 
 
-def test_wrong_results_noise_and_missing_profilers_are_said(device):
+def test_wrong_results_noise_and_missing_profilers_are_said(device, capsys):
     device.scale = 1.1
     for row in device.rows():
         assert row["comparable"].startswith("not comparable: wrong result")
+    why = row | {"comparable": "not comparable: [/x.h]"}
+    Console(width=400).print(small_m_suite.table([why]))
+    assert why["comparable"] in capsys.readouterr().out
     device.scale = 1.0
 
     def missing(fn):

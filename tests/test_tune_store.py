@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tune_world import KEY, at, entry, plans, store
 
-from mlx_phase import tune, tune_store
+from mlx_phase import tune, tune_store, tune_table
 from mlx_phase.problem import Matmul
 from mlx_phase.tune_store import PlanFileError
 
@@ -23,14 +24,16 @@ def here(tmp_path, monkeypatch):
     return tmp_path / tune_store.device_key().file
 
 
-def test_a_file_gives_back_what_was_saved(tmp_path):
+def test_a_file_gives_back_what_was_saved(tmp_path, capsys):
     saved = plans(
-        entry(ONE), entry(at(ONE, 4), winner="stock", note="why"), entry(PAIR)
+        entry(ONE), entry(at(ONE, 4), winner="stock", note="[/why]"), entry(PAIR)
     )
     path = tmp_path / "new" / "folder" / "p.json"
     tune_store.save(saved, path)
     read = tune_store.read(path)
     assert read.key == KEY and list(read) == list(saved)
+    Console(width=200).print(tune_table.table(read))
+    assert "stock ([/why])" in capsys.readouterr().out
     assert [p.name for p in path.parent.iterdir()] == ["p.json"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .. import command, patched
@@ -156,11 +157,7 @@ def check(args: argparse.Namespace) -> None:
     if args.no_stock and args.draft is not None:
         raise BenchError("--draft compares with plain decoding of the patched model: "
                          "leave --no-stock out")  # fmt: skip
-    if args.json is not None:
-        if args.json.is_dir():
-            raise BenchError(f"--json {args.json} is a folder: name a file")
-        if args.json.exists():
-            record.read(args.json)
+    record.check(args.json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,16 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, measure every prompt, print and append the rows."""
-    out, err = Console(), Console(stderr=True)
+    out, err = Console(), Console(stderr=True, markup=False)
     env = environment()
     emulated = env.executor == "cpu"
     spec = args.model or default_model()
-    with err.status(f"loading {spec}"):
+    with err.status(escape(f"loading {spec}")):
         loaded = load(spec)
     tokenizer, config = loaded.tokenizer, loaded.config
     draft = None
     if args.draft not in (None, speculate_result.LOOKUP):
-        with err.status(f"loading {args.draft}"):
+        with err.status(escape(f"loading {args.draft}")):
             draft = load(args.draft)
         speculate.check_draft(loaded, draft)
     if args.prompt_tokens:
@@ -265,7 +262,7 @@ def _drop(tokens: Sequence[int]) -> None:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("tokens"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,21 @@ def append(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
     return len(lines)
+
+
+def check(path: Path | None) -> None:
+    """Raise BenchError unless rows could be appended to ``path``; writes nothing."""
+    if path is None:
+        return
+    if path.exists():
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "a device"
+            raise BenchError(f"--json {path} is {what}: name a file")
+        read(path)
+    # A file that is not there yet is made, and so are the folders above it.
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not (os.access(there, os.W_OK) and (there == path or there.is_dir())):
+        raise BenchError(f"--json {path} cannot be written: {there} is in the way")
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from . import gpu_time
@@ -87,7 +88,7 @@ def cell(value: float | None, form: str = "{:.1f}") -> str:
 
 def trust(row: dict[str, Any]) -> str:
     """The last cell of a row: why not to trust it, else nothing."""
-    return "" if row["comparable"] == COMPARABLE else row["comparable"]
+    return "" if row["comparable"] == COMPARABLE else escape(row["comparable"])
 
 
 def table_of(title: str, heads: Iterable[str]) -> Table:

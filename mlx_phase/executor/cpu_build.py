@@ -189,16 +189,24 @@ def load(
     files: Sequence[str] = (),
     edit: Callable[[str], str] | None = None,
 ) -> CDLL:
-    """Compile and load; see ``build``."""
+    """Compile and load; see ``build``. ExecutorError too if what is built cannot be."""
     _math()
     path = build(code, [*flags, *LEAN_FLAGS], files, edit)
     try:
         return CDLL(str(path))
     except OSError as error:
-        if "undefined symbol" not in str(error):
-            raise
-    # A processor without, say, half conversions needs the compiler's own library.
-    return CDLL(str(build(code, [*flags, "-lm"], files, edit)))
+        if "undefined symbol" in str(error):
+            # A processor without, say, half conversions needs the compiler's library.
+            return CDLL(str(build(code, [*flags, "-lm"], files, edit)))
+    try:
+        # A full disk or a crash has cut the file off: once more.
+        path.unlink(missing_ok=True)
+        return CDLL(str(build(code, [*flags, *LEAN_FLAGS], files, edit)))
+    except OSError as error:
+        raise ExecutorError(
+            f"cannot load compiled kernels from {path.parent} ({error}); set "
+            "MLX_PHASE_CACHE to a folder that can be written and whose files may run"
+        ) from error
 
 
 @functools.cache

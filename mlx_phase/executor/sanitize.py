@@ -56,7 +56,13 @@ def parse(value: str | bool | None) -> frozenset[str]:
 
 def chosen(asked: str | bool | None) -> frozenset[str]:
     """Checks of a kernel: what it was made with, else what the environment says."""
-    return parse(os.environ.get("MLX_PHASE_SANITIZE") if asked is None else asked)
+    if asked is not None:
+        return parse(asked)
+    try:
+        return parse(os.environ.get("MLX_PHASE_SANITIZE"))
+    except ValueError as error:
+        # No argument of the caller's: the environment is wrong for all of it.
+        raise ExecutorError(f"MLX_PHASE_SANITIZE: {error}") from None
 
 
 def _seed() -> int:

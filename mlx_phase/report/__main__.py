@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from .. import predict
+from .. import command, predict
 from ..chip import CHIPS, Chip, lookup
+from ..executor import ExecutorError
 from ..launch.matmul import device_chip
 from ..model_config import config_of
 from ..model_error import ModelError
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         a, note = _analysis(args)
-    except (ModelError, ValueError) as error:
+    except (ModelError, ExecutorError, ValueError) as error:
         hint = "; --list-chips shows all" if "unknown chip" in str(error) else ""
         print(f"mlx_phase.report: error: {error}{hint}", file=sys.stderr)
         return 2
