@@ -3,8 +3,9 @@
 `mx.fast.scaled_dot_product_attention` and mlx-lm's quantised twin are looked up at each
 call, so replacing them reaches every model file. The hooks act only inside calls of
 modules that `mark` marked, in the thread of that call; to all others they are the stock
-function. The last `unmark` puts the very same stock functions back. (Models that were
-dropped while patched leave hooks that pass everything on, until the next `unmark`.)
+function. A third notes what mlx-lm's speculative loop does not see (`rollback.py`). The
+last `unmark` puts the very same stock functions back. (Models that were dropped while
+patched leave hooks that pass everything on, until the next `unmark`.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import rollback
 from .attention_ops import attend, by_blocks
 from .class_swap import restored
 from .layers import TRAINING
@@ -29,7 +31,7 @@ from .routes import stock_route
 
 ATTENTION = "scaled_dot_product_attention"
 QUANTIZED = "quantized_scaled_dot_product_attention"
-BASE = "mlx_lm.models.base"
+BASE, GENERATE = "mlx_lm.models.base", "mlx_lm.generate"
 OFF, ON, TRAIN = 0, 1, 2
 
 
@@ -43,10 +45,11 @@ _here = _Here()
 
 
 class _Hook:
-    """One function of one module, replaced while any module is marked."""
+    """One function of one module, replaced while any module is marked; anywhere: also
+    outside of calls of marked modules."""
 
-    def __init__(self, name: str, serve: Callable):
-        self.name, self.serve = name, serve
+    def __init__(self, name: str, serve: Callable, anywhere: bool = False):
+        self.name, self.serve, self.anywhere = name, serve, anywhere
         self.stock: Callable | None = None
         self.function: Callable | None = None
 
@@ -55,11 +58,13 @@ class _Hook:
         now = getattr(owner, self.name)
         if now is self.function or (self.function and now is not self.stock):
             return
-        self.stock, serve = now, self.serve
+        self.stock, serve, anywhere = now, self.serve, self.anywhere
 
         @functools.wraps(now)
         def function(*args, **kwargs):
             state = _here.state
+            if anywhere:
+                return serve(now, *args, **kwargs)
             if state == OFF:
                 return now(*args, **kwargs)
             # Whatever serves may call this function: not a call of the model's.
@@ -107,15 +112,24 @@ def _quantized(
     return stock(*arrays, **options)
 
 
-_HOOKS = {"mlx.core.fast": _Hook(ATTENTION, _fast), BASE: _Hook(QUANTIZED, _quantized)}
+_HOOKS = {
+    "mlx.core.fast": _Hook(ATTENTION, _fast),
+    BASE: _Hook(QUANTIZED, _quantized),
+    GENERATE: _Hook("trim_prompt_cache", rollback.noted, anywhere=True),
+}
 # Modules that are marked now, copies too; one that is dropped leaves by itself.
 _MARKED: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 def _owners() -> list[tuple[types.ModuleType, _Hook]]:
     # Not imported means that no model of mlx-lm is there.
-    found = {"mlx.core.fast": mx.fast, BASE: sys.modules.get(BASE)}
+    found = {"mlx.core.fast": mx.fast}
+    found |= {name: sys.modules.get(name) for name in (BASE, GENERATE)}
     return [(owner, _HOOKS[name]) for name, owner in found.items() if owner]
+
+
+def _is_cache(a: object) -> bool:
+    return hasattr(a, "is_trimmable")
 
 
 class _Marked:
@@ -126,6 +140,9 @@ class _Marked:
     _train = False
 
     def __call__(self, *args, **kwargs):
+        if rollback.OWED:
+            # Whatever it is called: a layer's own cache.
+            rollback.refuse([a for a in (*args, *kwargs.values()) if _is_cache(a)])
         before = _here.state
         _here.state = TRAIN if self._train else ON
         try:

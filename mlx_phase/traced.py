@@ -16,7 +16,7 @@ from operator import is_
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import routes
+from . import rollback, routes
 from .attention_step import attention_of_step
 from .cache_groups import Form, Group, fit_empty, grouped
 from .cache_joint import USING, join_plain
@@ -232,6 +232,7 @@ class _Traced:
         object.__setattr__(self, "_train", bool(mode))
 
     def __call__(self, inputs, cache=None, *args, **options):
+        rollback.refuse(cache)
         steps = self._steps
         plain = not options and all(a is None for a in args)
         with USING:

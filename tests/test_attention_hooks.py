@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
 
 import mlx.core as mx
@@ -27,7 +28,8 @@ PLAIN = {"check": False, "steps": False}
 
 def functions():
     quantized = base.quantized_scaled_dot_product_attention
-    return mx.fast.scaled_dot_product_attention, quantized
+    trim = sys.modules["mlx_lm.generate"].trim_prompt_cache
+    return mx.fast.scaled_dot_product_attention, quantized, trim
 
 
 @pytest.fixture(autouse=True)

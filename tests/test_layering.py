@@ -25,7 +25,7 @@ FLOW = (
     {"predict_table"},
     {"predict"},
     {"executor"},
-    {"launch", "routes", "pytest_plugin", "class_swap", "module_watch"},
+    {"launch", "routes", "pytest_plugin", "class_swap", "module_watch", "rollback"},
     {"ops", "attention_ops", "gather_ops", "tune_plans", "rotary"},
     {"siblings", "step_cache", "cache_joint"},
     {"parents", "cache_kinds", "attention_step"},

@@ -217,3 +217,35 @@ def test_a_cache_that_drops_nothing_is_an_error():
     plain = filled(KVCache(), 9)
     roll_back([plain], 2)
     assert plain.offset == 7
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_mlx_lm_is_stopped_where_it_would_go_on_behind_rejected_drafts(steps):
+    model, draft = tiny("llama", mx.bfloat16), close_to_the_model()
+    rotating = [RotatingKVCache(24) for _ in model.layers]
+    with mlx_phase.patched(model, check=False, steps=steps):
+        want = plain(model, PROMPT, 20, prompt_cache=rotating)
+        rotating = [RotatingKVCache(24) for _ in model.layers]
+        caches = [*rotating, *make_prompt_cache(draft)]
+        more = {"num_draft_tokens": 3, "max_tokens": 20, "prompt_cache": caches}
+        out = []
+        with pytest.raises(ValueError, match="RotatingKVCache drops no tokens once"):
+            for token, *_ in speculative_generate_step(PROMPT, model, draft, **more):
+                out.append(token)
+        assert 4 <= len(out) < 20 and out == want[: len(out)]
+        with pytest.raises(ValueError, match="rejected drafts could not be taken out"):
+            model(mx.array([[1]]), cache=rotating)
+        model(mx.array([[1]]), cache=make_prompt_cache(model))
+    # As before for those who are not patched.
+    model(mx.array([[1]]), cache=rotating)
+
+
+def test_a_draft_model_that_is_not_patched_may_forget(model):
+    """Its cache decides which drafts are made, not which tokens come out."""
+    draft = close_to_the_model()
+    want = plain(model, PROMPT, 20)
+    rotating = [RotatingKVCache(18) for _ in draft.layers]
+    caches = [*make_prompt_cache(model), *rotating]
+    more = {"num_draft_tokens": 3, "max_tokens": 20, "prompt_cache": caches}
+    out = speculative_generate_step(PROMPT, model, draft, **more)
+    assert [token for token, *_ in out] == want
