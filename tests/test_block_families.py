@@ -50,7 +50,7 @@ def test_steps_are_fused_and_right(name):
     """Windows of 12 keys wrap on the way, and steps of several tokens go over."""
     m, single = family(name), name in SINGLE
     # Each number of rows is a kernel of its own to compile.
-    lengths, prompt = ([1] * 16, 1) if single else ([1, 1, 3, *[1] * 56, 3], 4)
+    lengths, prompt = ([1] * 64, 1) if single else ([1, 1, 3, *[1] * 56, 3], 4)
     want = run(m, lengths, prompt)
     report = mlx_phase.patch(m, check=not single)
     said, kernels = (FUSED | SINGLE)[name]

@@ -1,10 +1,13 @@
 """The demo model end to end: its kernels against the float32 dequantised model."""
 
+import os
+
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 import ref
+from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
 import mlx_phase
@@ -30,8 +33,8 @@ def generate(model, loaded, **options):
 
 
 @pytest.fixture(scope="session")
-def right(smollm2):
-    """What mlx-lm's llama answers with nn.Linear and dequantised float32 weights."""
+def dense(smollm2):
+    """mlx-lm's llama with nn.Linear and dequantised float32 weights."""
     dense = llama.Model(llama.ModelArgs.from_dict(smollm2.config))
     weights = []
     for path, m in smollm2.model.named_modules():
@@ -46,6 +49,12 @@ def right(smollm2):
     m, wide = smollm2.model.layers[3].mlp.up_proj, dense.layers[3].mlp.up_proj.weight
     oracle = ref.dequantize(m.weight, m.scales, m.biases, m.group_size, m.bits, m.mode)
     np.testing.assert_allclose(np.array(wide), oracle, rtol=1e-6, atol=1e-7)
+    return dense
+
+
+@pytest.fixture(scope="session")
+def right(smollm2, dense):
+    """What it answers."""
     return generate(dense, smollm2)
 
 
@@ -71,6 +80,43 @@ def test_kernels_answer_as_the_dequantised_model(smollm2, right):
     assert tokens == right[0] and text == ANSWER
     # Both sum in float32; 2e-4 of log probabilities that reach -30.
     assert np.abs(logprobs - right[2]).max() < 2e-4
+
+
+def same(have: list, want: list) -> None:
+    """The same tokens, and log probabilities but for the order of float32 sums."""
+    assert [t for t, _ in have] == [t for t, _ in want]
+    pairs = zip(have, want, strict=True)
+    assert max(mx.abs(a - b).max().item() for (_, a), (_, b) in pairs) < 5e-4
+
+
+def test_sixty_four_steps_are_those_of_the_dequantised_model(smollm2, dense):
+    ids = mx.array(smollm2.tokenizer.encode("The three laws of motion are"))
+    options = {"max_tokens": 64, "prefill_step_size": 16}
+    want = list(generate_step(ids, dense, **options))
+    with mlx_phase.patched(smollm2.model, check=False):
+        ops.reset_served()
+        have = list(generate_step(ids, smollm2.model, **options))
+        assert not ops.served().stock
+    same(have, want)
+
+
+def test_a_prompt_of_600_tokens_is_that_of_the_dequantised_model(
+    smollm2, dense, monkeypatch
+):
+    # The first layers and the head; all of them take three minutes on two cores.
+    layers = None if os.environ.get("MLX_PHASE_SLOW") else 4
+    for model in (smollm2.model.model, dense.model):
+        monkeypatch.setitem(model, "layers", model.layers[:layers])
+    text = "The capital of France is Paris, a city on the Seine. " * 60
+    ids = mx.array(smollm2.tokenizer.encode(text)[:600])
+    want = list(generate_step(ids, dense, max_tokens=4))
+    with mlx_phase.patched(smollm2.model, check=False):
+        ops.reset_served()
+        have = list(generate_step(ids, smollm2.model, max_tokens=4))
+        served = ops.served()
+    assert {"qmm", "sdpa_prefill"} < {k.split()[0] for k in served.kernels}
+    assert not served.stock
+    same(have, want)
 
 
 def test_the_bench_prints_the_answer(smollm2, right, monkeypatch, capsys):
