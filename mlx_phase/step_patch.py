@@ -69,7 +69,7 @@ def install(model: nn.Module, check: bool) -> Steps:
     """
     decoder = find_decoder(model)
     if decoder is None:
-        return Steps(reason="no module owns layers and is called as (inputs, cache)")
+        return Steps(reason="no module owns layers and is called as (tokens, cache)")
     result = Steps(type(decoder).__name__)
     found: list[tuple[nn.Module, Fused]] = []
     verdicts: dict[tuple, Fused | str] = {}

@@ -134,8 +134,7 @@ class Steps:
         # Before a new trace too: what is noted then holds for all of them.
         if self._traces and not self._unchanged():
             self._forget()
-        trace = self._traces.get(key)
-        if trace is not None and trace.stale():
+        if (trace := self._traces.get(key)) and trace.stale():
             self._forget()
             trace = None
         if trace is None:
@@ -254,7 +253,7 @@ _OWN = ("_steps", "_untraced", "_train")
 
 
 def find_decoder(model: nn.Module) -> nn.Module | None:
-    """The module that owns the decoder layers and is called as (inputs, cache)."""
+    """The module that owns the decoder layers and is called as (tokens, cache)."""
     for _, module in model.named_modules():
         layers = module.get("layers")
         if isinstance(layers, list) and layers and _takes_steps(module):
@@ -263,8 +262,9 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
 
 
 def _takes_steps(module: nn.Module) -> bool:
+    # Some call their tokens x; callers give them by position.
     code = getattr(type(module).__call__, "__code__", None)
-    return code is not None and code.co_varnames[1:3] == ("inputs", "cache")
+    return bool(code) and code.co_varnames[2 : code.co_argcount][:1] == ("cache",)
 
 
 def find_outer(model: nn.Module, decoder: nn.Module) -> nn.Module | None:

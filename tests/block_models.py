@@ -11,6 +11,8 @@ SHAPE |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 51
 SHAPE |= {"head_dim": 64, "tie_word_embeddings": True}
 WINDOW = {"sliding_window": 12}
 EXPERTS = {"num_experts_per_tok": 2}
+ROUTED = EXPERTS | {"n_routed_experts": 4, "moe_intermediate_size": 64}
+ROUTED |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA4 = {"rope_theta": 1e4, "rope_type": "default", "llama_4_scaling_beta": 0.1}
 LLAMA4 |= {"original_max_position_embeddings": 64}
@@ -25,6 +27,12 @@ FAMILIES = {
     | {"mlp_only_layers": [1], "norm_topk_prob": True},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "exaone4": WINDOW | {"sliding_window_pattern": "LG", "rope_scaling": None},
+    "deepseek": ROUTED,
+    "glm4_moe": ROUTED
+    | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    | {"rope_scaling": None, "use_qk_norm": True, "attention_bias": True}
+    | {"partial_rotary_factor": 0.5, "norm_topk_prob": True},
+    "phi": {"partial_rotary_factor": 0.5},
     "gemma2": WINDOW
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     | {"query_pre_attn_scalar": 64},

@@ -122,6 +122,25 @@ def test_what_does_not_fit_is_named_and_runs_as_before(name):
     np.testing.assert_allclose(run(m, lengths), want, atol=1e-4)
 
 
+# Decoders that call their tokens x.
+CALLED_X = {
+    "deepseek": "1 DeepseekDecoderLayer fused",
+    "glm4_moe": "1 DecoderLayer fused",
+    "phi": "not fused",
+}
+
+
+@pytest.mark.parametrize("name", CALLED_X)
+def test_tokens_may_have_another_name(name):
+    m = family(name)
+    lengths = [1, 3, 1]
+    want = run(m, lengths)
+    report = mlx_phase.patch(m)
+    assert CALLED_X[name] in str(report.steps) and report.steps.reason is None
+    assert traced(m.model)
+    np.testing.assert_allclose(run(m, lengths), want, atol=1e-4)
+
+
 def test_unpatch_restores_a_split_model_and_no_array_is_copied():
     m = family("phi3")
     before = [(id(x), type(x)) for _, x in m.named_modules()]
