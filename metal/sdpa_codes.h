@@ -138,14 +138,14 @@ struct Rows {
   const device uchar* data;
   const device uchar* scales;
   const device uchar* biases;
-  uint stride, scale_stride, bias_stride;  // in bytes
+  int stride, scale_stride, bias_stride;  // in bytes, negative where rows run backwards
   // Is each row behind the one before.
-  METAL_FUNC bool dense() const { return stride == WORDS * 4 && scale_stride == NG * sizeof(T) && bias_stride == NG * sizeof(T); }
+  METAL_FUNC bool dense() const { return stride == WORDS * 4 && scale_stride == int(NG * sizeof(T)) && bias_stride == scale_stride; }
 
   // The share of lane `part` in row `key`: w [N][NW].
   template <bool WIDE>
   METAL_FUNC void load_words(const int key, const int part, thread uint* w) const {
-    const device uchar* p = data + (size_t)uint(key) * stride + part * BYTES;
+    const device uchar* p = data + (size_t)key * stride + part * BYTES;
     EACH(i, N) {
       const device uchar* run = p + i * (LANES * BYTES);
       if (BYTES == 2) w[i] = *(const device ushort*)run;
@@ -159,8 +159,8 @@ struct Rows {
   // Scales and biases of row `key`: [2][NS].
   METAL_FUNC void load_sb(const int key, const bool wide, thread uint* w) const {
     if (!CODED) return;
-    const device T* s = (const device T*)(scales + (size_t)uint(key) * scale_stride);
-    const device T* b = (const device T*)(biases + (size_t)uint(key) * bias_stride);
+    const device T* s = (const device T*)(scales + (size_t)key * scale_stride);
+    const device T* b = (const device T*)(biases + (size_t)key * bias_stride);
     if (wide) {
       load_scales<T, NG, true>(s, w);
       load_scales<T, NG, true>(b, w + NS);

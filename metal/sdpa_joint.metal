@@ -12,9 +12,9 @@ const size_t head = (size_t)kv_shape[2] * D, half_of = (size_t)(kv_shape[0] / 2)
 const device T* keys = kv + ((size_t)at.b * kv_shape[1] + at.kv) * head;
 const typename X::K kr = {keys, kv, kv, D, 0, 0};
 const typename X::V vr = {keys + half_of, kv, kv, D, 0, 0};
-const uint one = at.q_len * D;
+const int one = at.q_len * D;
 X::run(
-    q, uint3(at.Hq * one, one, D), numbers[0], kr, vr, ALIGNED(q, 16) && ALIGNED(kv, 16), numbers, int4(0), sinks,
+    q, int3(at.Hq * one, one, D), numbers[0], kr, vr, ALIGNED(q, 16) && ALIGNED(kv, 16), numbers, int4(0), sinks,
     out, ml, part, state, at);
 
 //! kernel sdpa_matrix_joint (q, kv, sinks, lens, numbers) -> (out, ml)
@@ -27,9 +27,9 @@ const Place at = place<CHUNK, W, WINDOW>(
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const size_t head = (size_t)kv_shape[2] * D, half_of = (size_t)(kv_shape[0] / 2) * kv_shape[1] * head;
 const device T* keys = kv + ((size_t)at.b * kv_shape[1] + at.kv) * head;
-const typename X::K kr = {(const device uchar*)keys, nullptr, nullptr, uint(D * sizeof(T)), 0, 0};
-const typename X::V vr = {(const device uchar*)(keys + half_of), nullptr, nullptr, uint(D * sizeof(T)), 0, 0};
-const uint one = at.q_len * D;
+const typename X::K kr = {(const device uchar*)keys, nullptr, nullptr, int(D * sizeof(T)), 0, 0};
+const typename X::V vr = {(const device uchar*)(keys + half_of), nullptr, nullptr, int(D * sizeof(T)), 0, 0};
+const int one = at.q_len * D;
 X::run(
-    q, uint3(at.Hq * one, one, D), numbers[0], kr, vr, ALIGNED(q, 16) && ALIGNED(kv, 16), numbers, int4(0), sinks,
+    q, int3(at.Hq * one, one, D), numbers[0], kr, vr, ALIGNED(q, 16) && ALIGNED(kv, 16), numbers, int4(0), sinks,
     out, ml, part, state, ring, at, threadgroups_per_grid.y);

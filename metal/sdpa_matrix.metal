@@ -33,7 +33,7 @@ struct SdpaMatrix {
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
-  typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2> Soft;
+  typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2, !MASK> Soft;
   typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD ? 8192 - SLOTS : 3072, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
@@ -97,7 +97,7 @@ struct SdpaMatrix {
   // it, top (times log2(e)) and sum: [NB][2]. top: what sums are relative to.
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
-      const device T* q, const uint3 q_steps, const float q_scale, const thread K& k, const thread V& v,
+      const device T* q, const int3 q_steps, const float q_scale, const thread K& k, const thread V& v,
       const bool wide, const Mask mask, const int4 mask_steps, const S sinks, device O* out, device float* ml,
       threadgroup float* part, threadgroup float* state, threadgroup uint4* ring, const thread Place& at, const int stride) {
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane), row0 = (at.block + at.sg / KP) * R;
@@ -364,13 +364,13 @@ const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, uint(k_strides[2] * sizeof(k[0])), 0, 0};
+    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0};
 const typename X::V vr = {
-    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, uint(v_strides[2] * sizeof(v[0])), 0, 0};
+    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, int(v_strides[2] * sizeof(v[0])), 0, 0};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
+    q, int3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
     even(q, q_strides) & even(k, k_strides) & even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
@@ -385,16 +385,16 @@ const Place at = place<CHUNK, W, WINDOW>(
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
-    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), uint(k_strides[2] * sizeof(k[0])), uint(ks_strides[2] * sizeof(T)), uint(kb_strides[2] * sizeof(T))};
+    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), int(k_strides[2] * sizeof(k[0])), int(ks_strides[2] * sizeof(T)), int(kb_strides[2] * sizeof(T))};
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
-    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), uint(v_strides[2] * sizeof(v[0])), uint(vs_strides[2] * sizeof(T)), uint(vb_strides[2] * sizeof(T))};
+    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T))};
 const bool wide = int(even(q, q_strides)) & int(even(k, k_strides)) & int(even(v, v_strides)) &
     int(even_scales<typename X::K>(ks, ks_strides)) & int(even_scales<typename X::K>(kb, kb_strides)) &
     int(even_scales<typename X::V>(vs, vs_strides)) & int(even_scales<typename X::V>(vb, vb_strides));
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
+    q, int3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
     wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);

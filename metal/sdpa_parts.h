@@ -3,11 +3,12 @@
 // Scores of 16 UK keys, s [UK][NB][8]: the first four of eight are scores, the others become weights, 2^(score - top).
 // top is not the largest score but stays near it: it moves where the weights of a lane in one step reach FAR, so that
 // most steps neither look for a max among lanes nor touch the sums before. SCALED: weights times the largest scale of
-// V of their key, as halves hold no more.
-template <int NB, int UK, bool S>
+// V of their key, as halves hold no more. TIMES: scores are still to be multiplied by `by`, which is not exact. What a
+// LARGE product loses is more than a weight can hold, so there products are rounded first and all steps move top.
+template <int NB, int UK, bool S, bool TIMES>
 struct Weights {
   static constexpr constant bool SCALED = S;
-  static constexpr constant float FAR = 32768;
+  static constexpr constant float FAR = 32768, LARGE = 16777216;
 
   // Scores times `by` less top. key: the lane's first. whole: rows see all keys of the step.
   static METAL_FUNC void relative(
@@ -46,6 +47,7 @@ struct Weights {
     if (!first) {
       relative(s, c, by, top, key, whole);
       weigh(s, most, all, mass);
+      if (TIMES) EACH(e, NB * 2) mass[e] = fma(fabs(top[e]), FAR / LARGE, mass[e]);
       sum = mass[0];
       UNROLL for (int e = 1; e < NB * 2; e++) sum += mass[e];
     }
@@ -61,19 +63,28 @@ struct Weights {
     EACH(i, 3) far |= simd_shuffle_xor(far, i < 2 ? TILE_BIT << i : 16);
     EACH(e, NB * 2) f[e] = 0;
     relative(s, c, by, f, key, whole);
+    float times[NB * 2];
+    bool any = false;
     EACH(e, NB * 2) {
       float high = -INFINITY;
       EACH(h, 2 * UK) {
         const float x = s[(h / 2 * NB + e / 2) * 8 + 4 + h % 2 * 2 + e % 2];
         // The bits of a float are close to its logarithm, in steps of 2^-23 from -127 on.
-        high = max(high, SCALED ? x + max(fma(float(as_type<int>(most[h])), 1.1920929e-7f, -134.0f), -47.0f) : x);
+        high = max(high, SCALED && fabs(x) <= LARGE ? x + max(fma(float(as_type<int>(most[h])), 1.1920929e-7f, -134.0f), -47.0f) : x);
       }
       high = max(top[e], rows_max(high));
       if ((far >> e & 1) == 0) high = top[e];
       f[e] = EXP2(top[e] - high);
       top[e] = high;
+      const bool large = TIMES && fabs(high) > LARGE;
+      times[e] = large ? 1 : by[e];
+      any = any || large;
     }
-    relative(s, c, by, top, key, whole);
+    if (any) EACH(i, NB * UK * 4) {
+      thread float* x = s + i / 4 * 8 + i % 4;
+      if (fabs(top[i / 4 % NB * 2 + i % 2]) > LARGE) *x = x[4];
+    }
+    relative(s, c, times, top, key, whole);
     weigh(s, most, all, mass);
   }
 };

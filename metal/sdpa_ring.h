@@ -42,9 +42,9 @@ struct Ring {
     return (RW & (RW - 1)) != 0 ? 0 : RW > 32 ? row % 8 : row * RW / 32 % (RW / 4);
   }
   // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
-  METAL_FUNC size_t offset(const int key, const uint stride) const { return (size_t)uint(min(key, len - 1)) * stride; }
+  METAL_FUNC size_t offset(const int key, const int stride) const { return (size_t)min(key, len - 1) * stride; }
   template <int RW, bool WIDE>
-  METAL_FUNC void copy_rows(threadgroup uint* to, const device uchar* data, const uint stride, const int key) const {
+  METAL_FUNC void copy_rows(threadgroup uint* to, const device uchar* data, const int stride, const int key) const {
     if (WIDE) {
       EACH(j, KEYS * RW / 128) {
         const uint i = j * 32 + lane, row = i / (RW / 4), x = i % (RW / 4);
@@ -59,7 +59,7 @@ struct Ring {
   }
   // Scales or biases, NG of each key.
   template <int NG, bool WIDE>
-  METAL_FUNC void copy_scales(threadgroup uint* to, const device uchar* from, const uint stride, const int key, const int row) const {
+  METAL_FUNC void copy_scales(threadgroup uint* to, const device uchar* from, const int stride, const int key, const int row) const {
     const device uchar* p = from + offset(key + row, stride);
     to += row * NG;
     if (WIDE) copy_words<NG / 2>(to, (const device uint*)p);

@@ -82,7 +82,7 @@ struct Sdpa {
     const device conditional_t<(B < 16), uint, T>* data;
     const device T* scales;
     const device T* biases;
-    uint stride, scale_stride, bias_stride;
+    int stride, scale_stride, bias_stride;
 
     // The lane's j-th pack: neighbours read neighbouring 16 bytes of a plain row, a lane's codes
     // lie together. And is there such a pack.
@@ -94,7 +94,7 @@ struct Sdpa {
     template <bool WIDE>
     METAL_FUNC void load(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
       EACH(u, U) {
-        const uint i = min(key + u * NG, last);
+        const int i = min(key + u * NG, last);
         const size_t at = (size_t)i * stride;
         if (B < 16) {
           if (has(l * NP)) {
@@ -132,7 +132,7 @@ struct Sdpa {
   // batch, head, position and, of the mask, key.
   template <bool WIDE, typename Mask>
   static METAL_FUNC void attend(
-      const device T* q, const uint3 q_strides, const float scale, const thread K& k, const thread V& v,
+      const device T* q, const int3 q_strides, const float scale, const thread K& k, const thread V& v,
       const Mask mask, const int4 mask_strides, const thread Place& at, const int row0, int begin,
       int end, thread float* o, thread float& top, thread float& sum) {
     const int l = at.lane % L, first = at.lane - l, last = at.len - 1;
@@ -333,7 +333,7 @@ struct Sdpa {
 
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
-      const device T* q, const uint3 q_strides, const float scale, const thread K& k, const thread V& v,
+      const device T* q, const int3 q_strides, const float scale, const thread K& k, const thread V& v,
       const bool wide, const Mask mask, const int4 mask_strides, const S sinks, device O* out,
       device float* ml, threadgroup float* part, threadgroup float* state, const thread Place& at) {
     const int c0 = at.chunk * CHUNK, end = min(at.len, c0 + CHUNK), row0 = (at.block + at.sg / KP) * R;
@@ -364,13 +364,13 @@ const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, uint(k_strides[2]), 0, 0};
+    k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, int(k_strides[2]), 0, 0};
 const typename X::V vr = {
-    v + at.b * v_strides[0] + at.kv * v_strides[1], v, v, uint(v_strides[2]), 0, 0};
+    v + at.b * v_strides[0] + at.kv * v_strides[1], v, v, int(v_strides[2]), 0, 0};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
+    q, int3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
     even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask,
     MASK ? mask_steps(mask_shape, mask_strides) : int4(0), sinks, out, ml, part, state, at);
 
@@ -383,13 +383,13 @@ const Place at = place<CHUNK, W, WINDOW>(
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     k + at.b * k_strides[0] + at.kv * k_strides[1], ks + at.b * ks_strides[0] + at.kv * ks_strides[1], kb + at.b * kb_strides[0] + at.kv * kb_strides[1],
-    uint(k_strides[2]), uint(ks_strides[2]), uint(kb_strides[2])};
+    int(k_strides[2]), int(ks_strides[2]), int(kb_strides[2])};
 const typename X::V vr = {
     v + at.b * v_strides[0] + at.kv * v_strides[1], vs + at.b * vs_strides[0] + at.kv * vs_strides[1], vb + at.b * vb_strides[0] + at.kv * vb_strides[1],
-    uint(v_strides[2]), uint(vs_strides[2]), uint(vb_strides[2])};
+    int(v_strides[2]), int(vs_strides[2]), int(vb_strides[2])};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
-    q, uint3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
+    q, int3(q_strides[0], q_strides[1], q_strides[2]), along ? numbers[0] : NAN, kr, vr,
     even(q, q_strides) && even(k, k_strides) && even(v, v_strides), mask,
     MASK ? mask_steps(mask_shape, mask_strides) : int4(0), sinks, out, ml, part, state, at);

@@ -9,7 +9,7 @@ import ref
 import tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sdpa_case import case, random_mask, small_plan
+from sdpa_case import case, matrix_plan, random_mask, small_plan
 
 from mlx_phase.launch import matmul
 
@@ -46,6 +46,26 @@ def test_a_mask_may_run_backwards():
     base = case(q_len=2, k_len=70, mask=mask)
     whole = replace(base, extras={"mask": mx.contiguous(mask)})
     tolerance.assert_bits(base.run(), whole.run())
+
+
+def backwards(a: mx.array) -> mx.array:
+    """The same rows in a view that steps back along heads and rows."""
+    turned = mx.contiguous(a[:, ::-1, ::-1])
+    mx.eval(turned)
+    return turned[:, ::-1, ::-1]
+
+
+@pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
+@pytest.mark.parametrize("form", [{}, CODES], ids=["plain", "codes"])
+def test_queries_and_caches_may_run_backwards(form, matrix):
+    base = case(q_len=2, k_len=150, causal=True, **form)
+    plan = matrix_plan(base) if matrix else small_plan(base.problem)
+    caches = [
+        backwards(c) if isinstance(c, mx.array) else tuple(map(backwards, c))
+        for c in base.caches()
+    ]
+    turned = replace(base, q=backwards(base.q))
+    tolerance.assert_bits(turned.run(plan, caches), base.check(plan))
 
 
 def test_no_copy_of_the_cache():

@@ -63,6 +63,30 @@ def test_a_row_moves_alone(name, bits):
         tolerance.assert_bits(one.run(plan(one)), out[:, :, i : i + 1])
 
 
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_scores_beyond_the_digits_of_a_float(bits, mask):
+    """Rounding a product loses more than 2^15 there: the largest score gets all."""
+    mask = mx.ones((3, K_LEN), mx.bool_) if mask else None
+    case = sdpa_case.case(
+        heads=(2, 1),
+        k_len=K_LEN,
+        q_len=3,
+        mask=mask,
+        dtype="bfloat16",
+        **form(bits, bits, 32),
+    )
+    case.k = case.k * 10000
+    case.q = case.q * mx.array([1e6, 1e-4, 2000], mx.bfloat16)[:, None]
+    out = case.check(plan(case))
+    for i in range(3):
+        extras = {"mask": mask[:1]} if mask is not None else {}
+        problem = replace(case.problem, q_len=1)
+        q = case.q[:, :, i : i + 1]
+        one = replace(case, problem=problem, q=q, extras=extras)
+        tolerance.assert_bits(one.run(plan(one)), out[:, :, i : i + 1])
+
+
 @pytest.mark.parametrize("causal,window", [(True, 0), (True, 50), (False, 70)])
 def test_rows_that_see_less_move_alone(causal, window):
     """A row has the same bits where its step is cut off and where it is not."""
