@@ -62,9 +62,9 @@ class _Hook:
 
         @functools.wraps(now)
         def function(*args, **kwargs):
-            state = _here.state
             if anywhere:
                 return serve(now, *args, **kwargs)
+            state = _here.state
             if state == OFF:
                 return now(*args, **kwargs)
             # Whatever serves may call this function: not a call of the model's.

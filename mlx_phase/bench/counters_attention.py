@@ -15,7 +15,7 @@ from ..launch import attention
 from ..plan_attention import SdpaPlan, plan_sdpa
 from ..problem import Sdpa
 from . import mlx_metal
-from .counters_kernels import CHIPS, DTYPE, PerWeight
+from .counters_kernels import CHIPS, DTYPE, GROUP, PerWeight
 
 #: The profiled attention: query heads, KV heads, head_dim, keys.
 HEADS = (8, 2, 128, 1024)
@@ -38,19 +38,20 @@ _ONE_PASS = f"""sdpa_vector<T, D>(q, k, v, out, gqa_factor, N, {_STRIDES},
   threadgroups_per_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);"""
 
 
-def _attention(q_len: int) -> tuple[mx.array, mx.array, mx.array]:
-    heads, kv_heads, head_dim, k_len = HEADS
+def _attention(q_len: int, heads: int = HEADS[0]) -> list[mx.array]:
+    _, kv_heads, head_dim, k_len = HEADS
     shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
     key = mx.random.key(q_len)
-    q, k, v = (mx.random.normal((1, *s, head_dim), key=key) for s in shapes)
-    return q.astype(DTYPE), k.astype(DTYPE), v.astype(DTYPE)
+    found = (mx.random.normal((1, *s, head_dim), key=key) for s in shapes)
+    return [a.astype(DTYPE) for a in found]
 
 
 def _per_element(profiles: list[Profile]) -> PerWeight:
     """Work per element of K and V; bytes are those of the caches."""
     _, kv_heads, head_dim, k_len = HEADS
     elements = 2 * kv_heads * head_dim * k_len
-    caches = [a for p in profiles for a in p.arrays if a.name in ("k", "v")]
+    names = ("k", "v", "ks", "kb", "vs", "vb")
+    caches = [a for p in profiles for a in p.arrays if a.name in names]
     lines = 128 * sum(a.lines for a in caches)
     work = replace(reduce(Cost.plus, map(cost, profiles)), memory_bytes=lines)
     return PerWeight(work.times(1 / elements), lines / sum(a.nbytes for a in caches))
@@ -108,25 +109,34 @@ def mlx_attention(q_len: int) -> PerWeight:
 
 
 def our_attention(q_len: int, chip: Chip) -> PerWeight:
-    """Our kernels under the chip's plan, the merge of chunks included."""
-    return _ours(q_len, plan_sdpa(_problem(q_len), chip))
+    """Our kernels under the chip's plan."""
+    problem = problem_of(q_len)
+    return profiled(problem, plan_sdpa(problem, chip))
 
 
-def _problem(q_len: int) -> Sdpa:
-    heads, kv_heads, head_dim, _ = HEADS
+def problem_of(q_len: int, heads: int = HEADS[0], bits: int = 16) -> Sdpa:
+    """The profiled attention, over plain caches or codes of ``bits``."""
+    _, kv_heads, head_dim, _ = HEADS
     dtype = str(DTYPE).rpartition(".")[2]
-    return Sdpa(heads, kv_heads, head_dim, head_dim, q_len, 1, dtype, causal=True)
+    form = dict(k_bits=bits, k_group=GROUP, v_bits=bits, v_group=GROUP)
+    sizes = heads, kv_heads, head_dim, head_dim, q_len, 1, dtype
+    return Sdpa(*sizes, causal=True, **form)
 
 
 @cache
-def _ours(q_len: int, plan: SdpaPlan) -> PerWeight:
-    run = attention.prepare(_problem(q_len), plan)
-    return _per_element(profile_kernel(run, *_attention(q_len), scale=HEADS[2] ** -0.5))
+def profiled(problem: Sdpa, plan: SdpaPlan) -> PerWeight:
+    """Our kernels under ``plan``, the merge of chunks included."""
+    q, *caches = _attention(problem.q_len, problem.q_heads)
+    if problem.k_bits < 16:
+        form = dict(group_size=problem.k_group, bits=problem.k_bits)
+        caches = [mx.quantize(a, **form) for a in caches]
+    run = attention.prepare(problem, plan)
+    return _per_element(profile_kernel(run, q, *caches, scale=HEADS[2] ** -0.5))
 
 
 def kernel_of(q_len: int, chip: Chip) -> str:
     """Name of the kernel that the chip's plan has for the profiled attention."""
-    return plan_sdpa(_problem(q_len), chip).kernel
+    return plan_sdpa(problem_of(q_len), chip).kernel
 
 
 def table() -> str:
