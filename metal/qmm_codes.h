@@ -4,270 +4,145 @@
 // row of it lane TILE_COL takes a fourth of each group. Codes go through threadgroup memory: straight
 // from rows a load would touch eight cache lines for 256 bytes.
 
-// A code becomes a number of T by standing in the low bits of one.
-template <typename T> METAL_FUNC constexpr float code_base() { return 1024; }
-template <> METAL_FUNC constexpr float code_base<float>() { return 0; }
-// K is never negative, but a compiler can't know: the bits stay in a register.
-template <typename T> METAL_FUNC uint code_bits(const int K) { return K < 0 ? 0 : 0x64006400; }
-#ifdef MSL_TENSOR_CORES
-template <> METAL_FUNC constexpr float code_base<bfloat>() { return 128; }
-template <> METAL_FUNC uint code_bits<bfloat>(const int K) { return K < 0 ? 0 : 0x43004300; }
-// The codes in bits 0..3 and 16..19 of w.
-template <typename T> METAL_FUNC PAIR(T) code_pair(const uint w, const uint one) { return (w & 0x000f000f) | one; }
-template <typename T> METAL_FUNC PAIR(T) pair_times(const PAIR(T) a, const PAIR(T) b) { return msl_mma<T>::times(a, b); }
-template <typename T> METAL_FUNC void set_ones(thread PAIR(T)* a) { msl_mma<T>::ones(a); }
-#else
-template <typename T> METAL_FUNC PAIR(T) code_pair(const uint w, const uint one) {
-  const half2 h = as_type<half2>((w & 0x000f000f) | one);
-  return pair_of<T>(h.x, h.y);
-}
-template <typename T> METAL_FUNC PAIR(T) pair_times(const PAIR(T) a, const PAIR(T) b) { return a * b; }
-template <typename T> METAL_FUNC void set_ones(thread PAIR(T)* a) {
-  UNROLL for (int i = 0; i < 4; i++) a[i] = pair_of<T>(1.0f, 1.0f);
-}
-#endif
-template <> METAL_FUNC float2 code_pair<float>(const uint w, const uint one) {
-  const half2 h = as_type<half2>((w & 0x000f000f) | one);
-  return float2(float(h.x) - 1024, float(h.y) - 1024);
-}
-// Sums of the squares of an operand's columns, one multiply as it lies: its product with itself has them
-// on the diagonal. column_squares: those of the lane's two columns.
-template <typename T>
-METAL_FUNC void add_squares(thread float* sq, const PAIR(T) b0, const PAIR(T) b1) {
-#ifdef MSL_TENSOR_CORES
-  mma16<T>(sq, b0, b0, b1, b1, b0, b1);
-#else
-  sq[0] = fma(float(b1.x), float(b1.x), fma(float(b0.x), float(b0.x), sq[0]));
-  sq[1] = fma(float(b1.y), float(b1.y), fma(float(b0.y), float(b0.y), sq[1]));
-#endif
-}
-METAL_FUNC void column_squares(thread float* sq, const uint lane) {
-#ifdef MSL_TENSOR_CORES
-  sq[0] = simd_shuffle(sq[0], ushort(9 * TILE_COL(lane)));
-  sq[1] = simd_shuffle(sq[1], ushort(9 * TILE_COL(lane) + 4));
-#else
-  sq[0] = rows_sum(sq[0]);
-  sq[1] = rows_sum(sq[1]);
-#endif
-}
-// The other code of a pair is so far behind.
-template <int bits> METAL_FUNC constexpr int code_partner() { return 16 / bits; }
-
-// Where a simdgroup's tiles lie: rows 0 to 7 of tile t are those of w from first + t step on, `stride` apart,
-// rows 8 to 15 those of w2 from second + t step on. So a lane has the sums of both rows of a pair.
-template <typename T>
-struct Tiles {
-  const device uint *w, *w2;
-  const device T *s, *s2, *b, *b2;
-  int first, second, step, stride;
-};
-template <typename T>
-METAL_FUNC Tiles<T> tiles_at(
-    const device uint* w, const device T* s, const device T* b, const device uint* w2, const device T* s2,
-    const device T* b2, const int first, const int second, const int step, const int stride) {
-  Tiles<T> at;
-  at.w = w; at.s = s; at.b = b;
-  at.w2 = w2; at.s2 = s2; at.b2 = b2;
-  at.first = first; at.second = second; at.step = step; at.stride = stride;
-  return at;
-}
-// Tiles of neighbours, from `row` on.
-template <typename T>
-METAL_FUNC Tiles<T> tiles_at(const device uint* w, const device T* s, const device T* b, const int row) {
-  return tiles_at(w, s, b, w, s, b, row, row + 8, 16, 1);
-}
-// Row i of the tiles.
-METAL_FUNC bool in_first(const int i) { return i % 16 < 8; }
-template <typename T>
-METAL_FUNC int tile_row(const Tiles<T> at, const int i) {
-  return (in_first(i) ? at.first : at.second) + i / 16 * at.step + i % 8 * at.stride;
-}
-
-// A step is U groups of each row. Words of a row's codes and scales there, of all rows' in a stage.
-template <int bits, int group, int U> METAL_FUNC constexpr int code_words() { return U * group * bits / 32; }
-template <typename T, int U> METAL_FUNC constexpr int scale_words() { return U * sizeof(T) / 4; }
-template <typename T, int bits, int group, int R, int U>
-METAL_FUNC constexpr int stage_words() { return 16 * R * (code_words<bits, group, U>() + 2 * scale_words<T, U>()); }
-// Chunks of 16 bytes change places, so that eight rows at once come from different banks.
-template <int RW> METAL_FUNC constexpr int chunk_turn(const int row) { return row * RW / 32 * 2 % (RW / 4); }
-
-// Copies of NW words, in the background where the hardware can.
-#ifdef MSL_TENSOR_CORES
-#define COPY_DONE(n) msl_copy_wait<n>()
-#define COPY_NEXT() msl_copy_commit()
-#else
-#define COPY_DONE(n)
-#define COPY_NEXT()
-#endif
-template <int NW, bool WIDE, typename Data>
-METAL_FUNC void copy_run(threadgroup uint* to, const device Data* p) {
-#ifdef MSL_TENSOR_CORES
-  if (WIDE) {
-    msl_copy<4 * NW>(to, p);
-    return;
-  }
-#endif
-  uint w[NW];
-  load_run<NW, WIDE>(p, w);
-  UNROLL for (int i = 0; i < NW; i++) to[i] = w[i];
-}
-// A step of all rows: codes [16 R][code_words], then scales and biases [2][16 R][scale_words].
-template <typename T, int bits, int group, int R, int U, bool WIDE>
-METAL_FUNC void load_stage(
-    const Tiles<T> at, threadgroup uint* stage, const int K, const int step, const uint lane) {
-  const int RW = code_words<bits, group, U>(), NS = scale_words<T, U>(), C = RW / 4;
-  UNROLL for (int j = 0; j < 16 * R * C / 32; j++) {
-    const int i = j * 32 + lane, row = i / C, c = i % C;
-    copy_run<4, WIDE>(
-        stage + row * RW + (c ^ chunk_turn<RW>(row)) * 4,
-        (in_first(row) ? at.w : at.w2) + (size_t)tile_row(at, row) * (K / 32 * bits) + step * RW + c * 4);
-  }
-  UNROLL for (int j = 0; j < R; j++) {
-    const int i = j * 32 + lane, row = i % (16 * R);
-    const device T* p = i < 16 * R ? (in_first(row) ? at.s : at.s2) : in_first(row) ? at.b : at.b2;
-    copy_run<NS, WIDE>(
-        stage + 16 * R * RW + i * NS, p + (size_t)tile_row(at, row) * (K / group) + step * U);
-  }
-}
-// The same words back, aligned for vectors of two or four.
-template <int NW>
-METAL_FUNC void read_run(const threadgroup uint* p, thread uint* w) {
-  if (NW % 4 == 0) {
-    UNROLL for (int i = 0; i < NW; i += 4) {
-      const uint4 v = *(const threadgroup uint4*)(p + i);
-      w[i] = v.x; w[i + 1] = v.y; w[i + 2] = v.z; w[i + 3] = v.w;
+// Adds group u of a stage: acc [R][NB][4] as mma16 leaves it, of its first E columns of two. x_of and sum are
+// the group of x, sb the stage's scales and biases of the lane's rows.
+template <typename T, int bits, int group, int NB, int R, int U, int E>
+METAL_FUNC void add_group(
+    const threadgroup uint* stage, const thread uint* sb, const thread PAIR(T)* x_of, const thread float* sum,
+    thread float* acc, const int u, const int row, const int col, const uint one) {
+  const int NP = group / 8, A = NB * 4, HI = bits == 8 ? A : 0;
+  const int RW = code_words<bits, group, U>(), NS = scale_words<T, U>(), NW = RW / U / 4, word = (u * 4 + col) * NW;
+  UNROLL for (int r = 0; r < R; r++) {
+    float dot[A + HI];
+    UNROLL for (int i = 0; i < A + HI; i++) dot[i] = 0;
+    uint q[2 * NW];
+    UNROLL for (int h = 0; h < 2; h++) {
+      const int i = r * 16 + h * 8, turn = chunk_turn<RW>(row) ^ chunk_turn<RW>(i);
+      read_run<NW>(stage + (i + row) * RW + (word / 4 ^ turn) * 4 + word % 4, q + h * NW);
     }
-  } else if (NW == 2) {
-    const uint2 v = *(const threadgroup uint2*)p;
-    w[0] = v.x; w[1] = v.y;
-  } else {
-    w[0] = p[0];
+    UNROLL for (int j = 0; j < NW; j++) {
+      PAIR(T) c[8];
+      UNROLL for (int k = 0; k < 4; k++) {
+        c[2 * k] = code_pair<T>(q[j] >> 4 * k, one);
+        c[2 * k + 1] = code_pair<T>(q[NW + j] >> 4 * k, one);
+      }
+      UNROLL for (int n = 0; n < NB; n++) {
+        if (bits == 4) {
+          const thread PAIR(T)* v = x_of + n * NP + 4 * j;
+          mma16<T>(dot + 4 * n, c[0], c[1], c[2], c[3], v[0], v[1]);
+          mma16<T>(dot + 4 * n, c[4], c[5], c[6], c[7], v[2], v[3]);
+        } else {
+          // Low and high halves of the same codes meet the same x.
+          const thread PAIR(T)* v = x_of + n * NP + 2 * j;
+          mma16<T>(dot + 4 * n, c[0], c[1], c[4], c[5], v[0], v[1]);
+          mma16<T>(dot + 4 * n + HI, c[2], c[3], c[6], c[7], v[0], v[1]);
+        }
+      }
+    }
+    UNROLL for (int h = 0; h < 2; h++) {
+      const thread uint* p = sb + (2 * r + h) * 2 * NS;
+      const float s = scale_at<T>(p, u), b = scale_at<T>(p + NS, u);
+      const float off = fma(bits == 8 ? -17 * code_base<T>() : -code_base<T>(), s, b);
+      UNROLL for (int n = 0; n < NB; n++)
+        UNROLL for (int e = 0; e < E; e++) {
+          const int i = 4 * n + 2 * h + e;
+          const float t = bits == 8 ? fma(16.0f, dot[i + HI], dot[i]) : dot[i];
+          acc[r * A + i] = fma(off, sum[4 * n + e], fma(s, t, acc[r * A + i]));
+        }
+    }
   }
 }
-template <typename T>
-METAL_FUNC float scale_at(const thread uint* w, const int u) {
-  const vec<T, 2> v = as_type<vec<T, 2>>(w[u / 2]);
-  return float(u % 2 ? v.y : v.x);
-}
-template <>
-METAL_FUNC float scale_at<float>(const thread uint* w, const int u) { return as_type<float>(w[u]); }
 
-// Group g of the M rows of x, as lanes find it: to [NB][group / 8]. The last row stands in for those
-// that are missing of 8 NB.
-template <typename T, int bits, int group, int NB, bool WIDE>
-METAL_FUNC void fetch_x(
-    const device T* x, const int M, const int K, const int g, const int row, const int col, thread PAIR(T)* to) {
-  const int RUN = group / 4, mine = g * group + col * RUN, its = g * group + row / 2 * RUN;
-  UNROLL for (int n = 0; n < NB; n++)
-    fetch_columns<T, code_partner<bits>(), RUN, WIDE>(
-        x + (size_t)min(n * 8 + row, M - 1) * K + mine, x + (size_t)min(n * 8 + 2 * col, M - 1) * K + its,
-        x + (size_t)min(n * 8 + 2 * col + 1, M - 1) * K + its, row, to + n * RUN / 2);
-}
-
-// acc [R][NB][4] as mma16 leaves it, of the steps ks, ks + KS, ... NORM: x is multiplied by nw [K], and
-// sq [NB][4] is what column_squares takes. stages: the simdgroup's own, ST of them.
-template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool WIDE, bool NORM>
+// acc of the steps ks, ks + KS, ... NORM: x is multiplied by nw [K], and sq [NB][4] is what column_squares
+// takes. stages: the simdgroup's own, ST of them. XS, for one row of x: it is made ready in xs (codes_x.h) by
+// the SG simdgroups or by each for itself, and only the first of the two columns of acc and sq counts.
+template <typename T, int bits, int group, int NB, int R, int SG, int KS, int U, int ST, bool WIDE, bool NORM, int XS>
 METAL_FUNC void code_rows(
-    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint* stages, thread float* acc,
-    thread float* sq, const int M, const int K, const int ks, const uint lane) {
-  const int NP = group / 8, P = code_partner<bits>(), A = NB * 4;
-  const int RW = code_words<bits, group, U>(), NS = scale_words<T, U>(), NW = RW / U / 4, HI = bits == 8 ? A : 0;
-  const int SIZE = stage_words<T, bits, group, R, U>();
-  const int row = TILE_ROW(lane), col = TILE_COL(lane), steps = K / (group * U);
+    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint* stages, threadgroup uint* xs,
+    thread float* acc, thread float* sq, const int M, const int K, const uint sg, const uint lane) {
+  const int NP = group / 8, P = code_partner<bits>(), A = NB * 4, RW = code_words<bits, group, U>();
+  const int NS = scale_words<T, U>(), SIZE = stage_words<T, bits, group, R, U>();
+  // x of the next XU groups is on its way while one is multiplied: of as many as registers have room for.
+  const int XU = NB > 1 && R == 1 && U > 2 ? 2 : U, AHEAD = XS ? 1 : XU * NB * NP, TURN = XS > 0 ? XS / U : 1 << 30;
+  const int row = TILE_ROW(lane), col = TILE_COL(lane), groups = K / group, steps = groups / U, ks = sg % KS;
   const uint one = code_bits<T>(K);
-  PAIR(T) ones[4];
+  const Feed<T, bits, group, R, U> from = feed_at<T, bits, group, R, U>(at, K, lane);
+  PAIR(T) ones[4], next_x[AHEAD], next_norm[NORM && !XS ? XU * NP : 1];
+  Columns<T, group, NORM> own;
   set_ones<T>(ones);
   UNROLL for (int i = 0; i < R * A; i++) acc[i] = 0;
   UNROLL for (int i = 0; i < (NORM ? A : 1); i++) sq[i] = 0;
   UNROLL for (int i = 0; i < ST - 1; i++) {
-    if (ks + i * KS < steps) load_stage<T, bits, group, R, U, WIDE>(at, stages + i * SIZE, K, ks + i * KS, lane);
+    if (ks + i * KS < steps) load_stage<T, bits, group, R, U, WIDE>(from, stages + i * SIZE, ks + i * KS, lane);
     COPY_NEXT();
   }
-  // x of the next step is on its way while this one is multiplied.
-  PAIR(T) next_x[U * NB * NP], next_norm[NORM ? U * NP : 1];
-  UNROLL for (int u = 0; u < U; u++) {
-    const int g = min(ks, steps - 1) * U + u;
-    fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + u * NB * NP);
-    if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + u * NP);
+  const int first = min(ks, steps - 1) * U;
+  if (XS < 0) own = fetch_groups<T, bits, group, WIDE, NORM>(x, nw, first, groups, lane);
+  UNROLL for (int u = 0; u < (XS ? 0 : XU); u++) {
+    fetch_x<T, bits, group, NB, WIDE>(x, M, K, first + u, row, col, next_x + u * NB * NP);
+    if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, first + u, row, col, next_norm + u * NP);
   }
   int now = 0;
-  for (int step = ks; step < steps; step += KS) {
-    const int last = now == 0 ? ST - 1 : now - 1;
-    if (step + (ST - 1) * KS < steps)
-      load_stage<T, bits, group, R, U, WIDE>(at, stages + last * SIZE, K, step + (ST - 1) * KS, lane);
-    COPY_NEXT();
-    COPY_DONE(ST - 1);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    const threadgroup uint* stage = stages + now * SIZE;
-    uint sb[4 * R * NS];
-    UNROLL for (int i = 0; i < 2 * R; i++)
-      UNROLL for (int k = 0; k < 2; k++)
-        read_run<NS>(stage + 16 * R * RW + (k * 16 * R + i * 8 + row) * NS, sb + (2 * i + k) * NS);
-    UNROLL for (int u = 0; u < U; u++) {
-      PAIR(T) x_of[NB * NP], norm[NORM ? NP : 1];
-      UNROLL for (int n = 0; n < NB; n++) arrange<T, P, 2 * NP>(next_x + (u * NB + n) * NP, x_of + n * NP);
-      if (NORM) {
-        arrange<T, P, 2 * NP>(next_norm + u * NP, norm);
-        UNROLL for (int i = 0; i < NB * NP; i += 2) add_squares<T>(sq + i / NP * 4, x_of[i], x_of[i + 1]);
-        UNROLL for (int i = 0; i < NB * NP; i++) x_of[i] = pair_times<T>(x_of[i], norm[i % NP]);
-      }
-      const int g = min(step + KS, steps - 1) * U + u;
-      fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + u * NB * NP);
-      if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + u * NP);
-      float sum[A];
-      UNROLL for (int i = 0; i < A; i++) sum[i] = 0;
-      UNROLL for (int n = 0; n < NB; n++)
-        UNROLL for (int i = 0; i < NP; i += 2)
-          mma16<T>(sum + 4 * n, ones[0], ones[1], ones[2], ones[3], x_of[n * NP + i], x_of[n * NP + i + 1]);
-      UNROLL for (int r = 0; r < R; r++) {
-        float dot[A + HI];
-        UNROLL for (int i = 0; i < A + HI; i++) dot[i] = 0;
-        uint q[2 * NW];
-        UNROLL for (int h = 0; h < 2; h++) {
-          const int i = r * 16 + h * 8 + row, word = (u * 4 + col) * NW;
-          const threadgroup uint* p = stage + i * RW + (word / 4 ^ chunk_turn<RW>(i)) * 4 + word % 4;
-          read_run<NW>(p, q + h * NW);
-        }
-        UNROLL for (int j = 0; j < NW; j++) {
-          PAIR(T) c[8];
-          UNROLL for (int k = 0; k < 4; k++) {
-            c[2 * k] = code_pair<T>(q[j] >> 4 * k, one);
-            c[2 * k + 1] = code_pair<T>(q[NW + j] >> 4 * k, one);
-          }
-          UNROLL for (int n = 0; n < NB; n++) {
-            if (bits == 4) {
-              const thread PAIR(T)* v = x_of + n * NP + 4 * j;
-              mma16<T>(dot + 4 * n, c[0], c[1], c[2], c[3], v[0], v[1]);
-              mma16<T>(dot + 4 * n, c[4], c[5], c[6], c[7], v[2], v[3]);
-            } else {
-              // Low and high halves of the same codes meet the same x.
-              const thread PAIR(T)* v = x_of + n * NP + 2 * j;
-              mma16<T>(dot + 4 * n, c[0], c[1], c[4], c[5], v[0], v[1]);
-              mma16<T>(dot + 4 * n + HI, c[2], c[3], c[6], c[7], v[0], v[1]);
-            }
-          }
-        }
-        UNROLL for (int h = 0; h < 2; h++) {
-          const thread uint* p = sb + (2 * r + h) * 2 * NS;
-          const float s = scale_at<T>(p, u), b = scale_at<T>(p + NS, u);
-          const float off = fma(bits == 8 ? -17 * code_base<T>() : -code_base<T>(), s, b);
-          UNROLL for (int n = 0; n < NB; n++)
-            UNROLL for (int e = 0; e < 2; e++) {
-              const int i = 4 * n + 2 * h + e;
-              const float t = bits == 8 ? fma(16.0f, dot[i + HI], dot[i]) : dot[i];
-              acc[r * A + i] = fma(off, sum[4 * n + e], fma(s, t, acc[r * A + i]));
-            }
-        }
-      }
+  for (int begin = 0; begin < steps; begin += TURN) {
+    if (XS > 0) {
+      if (begin > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int g = 8 * sg; g < min(XS, groups - begin * U); g += 8 * SG)
+        put_groups<T, bits, group, NORM, XS>(
+            fetch_groups<T, bits, group, WIDE, NORM>(x, nw, begin * U + g, groups, lane), xs, g, lane);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    now = now == ST - 1 ? 0 : now + 1;
+    for (int step = begin + ks; step < min(begin + TURN, steps); step += KS) {
+      const int last = now == 0 ? ST - 1 : now - 1, next = min(step + KS, steps - 1) * U;
+      if (step + (ST - 1) * KS < steps)
+        load_stage<T, bits, group, R, U, WIDE>(from, stages + last * SIZE, step + (ST - 1) * KS, lane);
+      COPY_NEXT();
+      if (XS < 0) {
+        put_groups<T, bits, group, NORM, XS>(own, xs, 0, lane);
+        own = fetch_groups<T, bits, group, WIDE, NORM>(x, nw, next, groups, lane);
+      }
+      COPY_DONE(ST - 1);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      const threadgroup uint* stage = stages + now * SIZE;
+      uint sb[4 * R * NS];
+      UNROLL for (int i = 0; i < 2 * R; i++)
+        UNROLL for (int k = 0; k < 2; k++)
+          read_run<NS>(stage + 16 * R * RW + (k * 16 * R + i * 8 + row) * NS, sb + (2 * i + k) * NS);
+      UNROLL for (int u = 0; u < U; u++) {
+        PAIR(T) x_of[NB * NP];
+        float sum[A];
+        UNROLL for (int i = 0; i < A; i++) sum[i] = 0;
+        if (XS) {
+          const int g = XS > 0 ? (step - begin) * U + u : u;
+          const float2 both = ready_sums<T, group, XS>(xs)[g];
+          get_x<T, NP>(xs, g, row, col, x_of);
+          sum[0] = both.x;
+          if (NORM) sq[0] += both.y;
+        } else {
+          const int slot = u % XU, g = u + XU < U ? step * U + u + XU : next + u + XU - U;
+          UNROLL for (int n = 0; n < NB; n++) arrange<T, P, 2 * NP>(next_x + (slot * NB + n) * NP, x_of + n * NP);
+          fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + slot * NB * NP);
+          if (NORM) {
+            PAIR(T) norm[NP];
+            arrange<T, P, 2 * NP>(next_norm + slot * NP, norm);
+            fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + slot * NP);
+            UNROLL for (int n = 0; n < NB; n++) group_squares<T, NP>(sq + 4 * n, x_of + n * NP);
+            UNROLL for (int i = 0; i < NB * NP; i++) x_of[i] = pair_times<T>(x_of[i], norm[i % NP]);
+          }
+          UNROLL for (int n = 0; n < NB; n++)
+            UNROLL for (int i = n * NP; i < (n + 1) * NP; i += 2)
+              mma16<T>(sum + 4 * n, ones[0], ones[1], ones[2], ones[3], x_of[i], x_of[i + 1]);
+        }
+        add_group<T, bits, group, NB, R, U, (XS ? 1 : 2)>(stage, sb, x_of, sum, acc, u, row, col, one);
+      }
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      now = now == ST - 1 ? 0 : now + 1;
+    }
   }
 }
 
 // The sums of R NB tiles, and NORM: of the squares of the lane's columns, of the KS simdgroups that share
 // rows. Afterwards tile_sum gives sum i in index order.
-template <int A, int KS, int NB, bool NORM>
+template <int A, int KS, int NB, bool NORM, bool READY>
 METAL_FUNC void share_sums(thread float* acc, thread float* sq, threadgroup float* part, const int ks, const uint lane) {
   const int ALL = NORM ? A + 2 * NB : A;
   // The stages lie there too.
@@ -275,7 +150,7 @@ METAL_FUNC void share_sums(thread float* acc, thread float* sq, threadgroup floa
   UNROLL for (int i = 0; i < A; i++) part[(ks * ALL + i) * 32 + lane] = acc[i];
   if (NORM) {
     UNROLL for (int n = 0; n < NB; n++) {
-      column_squares(sq + 4 * n, lane);
+      if (!READY) column_squares(sq + 4 * n, lane);
       UNROLL for (int e = 0; e < 2; e++) part[(ks * ALL + A + 2 * n + e) * 32 + lane] = sq[4 * n + e];
     }
   }
@@ -299,28 +174,41 @@ METAL_FUNC int sum_column(const int i, const uint lane) { return i / 4 % NB * 8 
 template <int NB>
 METAL_FUNC int sum_row(const int i, const uint lane) { return i / 4 / NB * 16 + i % 4 / 2 * 8 + TILE_ROW(lane); }
 
-// 16-byte chunks of threadgroup memory: stages, and later sums.
+// 16-byte chunks of threadgroup memory: the stages of KS simdgroups, and later their sums; all of that for
+// SG simdgroups, and x.
 template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool NORM>
-METAL_FUNC constexpr int shared_chunks() {
+METAL_FUNC constexpr int part_chunks() {
   return KS * (ST * stage_words<T, bits, group, R, U>() > 32 * NB * (R * 4 + (NORM ? 2 : 0))
                    ? ST * stage_words<T, bits, group, R, U>() / 4
                    : 8 * NB * (R * 4 + (NORM ? 2 : 0)));
 }
-// The products of the KS simdgroups' tiles with x, as share_sums leaves them.
-template <typename T, int bits, int group, int NB, int R, int KS, int U, int ST, bool NORM>
-METAL_FUNC void code_product(
-    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint4* shared, const int M, const int K,
-    const int ks, const uint lane) {
-  const int A = R * NB * 4;
+template <typename T, int bits, int group, int NB, int R, int SG, int KS, int U, int ST, bool NORM, int XS>
+METAL_FUNC constexpr int shared_chunks() {
+  return SG / KS * part_chunks<T, bits, group, NB, R, KS, U, ST, NORM>() +
+         (XS < 0 ? SG : 1) * ready_words<T, group, XS>() / 4;
+}
+// May all of a matrix be read in vectors.
+template <typename T>
+METAL_FUNC bool even(const device uint* w, const device T* s, const device T* b) {
+  return ALIGNED(w, 16) && ALIGNED(s, 8) && ALIGNED(b, 8);
+}
+// The products of the SG simdgroups' tiles with x; returns what share_sums left of this one's KS.
+// wide: all that is read may be read in vectors; the same for all threads of a threadgroup.
+template <typename T, int bits, int group, int NB, int R, int SG, int KS, int U, int ST, bool NORM, int XS>
+METAL_FUNC const threadgroup float* code_product(
+    const device T* x, const device T* nw, const Tiles<T> at, threadgroup uint4* shared, const bool wide,
+    const int M, const int K, const uint sg, const uint lane) {
+  const int A = R * NB * 4, PART = part_chunks<T, bits, group, NB, R, KS, U, ST, NORM>(), ks = sg % KS;
   float acc[A], sq[NORM ? NB * 4 : 1];
-  threadgroup uint* stages = (threadgroup uint*)shared + ks * ST * stage_words<T, bits, group, R, U>();
-  // All threads of the grid take the same branch.
-  if (ALIGNED(x, 16) && (!NORM || ALIGNED(nw, 16)) && ALIGNED(at.w, 16) && ALIGNED(at.s, 8) && ALIGNED(at.b, 8) &&
-      ALIGNED(at.w2, 16) && ALIGNED(at.s2, 8) && ALIGNED(at.b2, 8))
-    code_rows<T, bits, group, NB, R, KS, U, ST, true, NORM>(x, nw, at, stages, acc, sq, M, K, ks, lane);
+  threadgroup uint4* part = shared + sg / KS * PART;
+  threadgroup uint* stages = (threadgroup uint*)part + ks * ST * stage_words<T, bits, group, R, U>();
+  threadgroup uint* xs = (threadgroup uint*)(shared + SG / KS * PART) + (XS < 0 ? sg * ready_words<T, group, XS>() : 0);
+  if (wide && ALIGNED(x, 16) && (!NORM || ALIGNED(nw, 16)))
+    code_rows<T, bits, group, NB, R, SG, KS, U, ST, true, NORM, XS>(x, nw, at, stages, xs, acc, sq, M, K, sg, lane);
   else
-    code_rows<T, bits, group, NB, R, KS, U, ST, false, NORM>(x, nw, at, stages, acc, sq, M, K, ks, lane);
-  share_sums<A, KS, NB, NORM>(acc, sq, (threadgroup float*)shared, ks, lane);
+    code_rows<T, bits, group, NB, R, SG, KS, U, ST, false, NORM, XS>(x, nw, at, stages, xs, acc, sq, M, K, sg, lane);
+  share_sums<A, KS, NB, NORM, XS != 0>(acc, sq, (threadgroup float*)part, ks, lane);
+  return (const threadgroup float*)part;
 }
 // The first sum of pair i of a lane; the second is two behind it.
 METAL_FUNC int pair_sum(const int i) { return i / 2 * 4 + i % 2; }

@@ -15,7 +15,8 @@ class Chip:
     ``bandwidth_gbs`` is the marketed memory bandwidth (10**9 bytes/s),
     ``measured_gbs`` what a public GPU benchmark read, ``fp32_tflops`` the FMA rate,
     ``matmul_tflops`` the dense half-precision matrix rate, ``slc_mb`` the last cache
-    before memory (MB), ``gpu_cores`` Apple GPU cores, NVIDIA SMs or AMD CUs.
+    before memory (MB), ``gpu_cores`` Apple GPU cores, NVIDIA SMs or AMD CUs,
+    ``threadgroup_bytes`` what a kernel may declare (CUDA: __shared__ arrays).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Chip:
     source: str
     measured_gbs: float | None = None
     memory_gb: tuple[int, ...] = ()
+    threadgroup_bytes: int = 32768
 
     @property
     def key(self) -> str:
@@ -95,17 +97,21 @@ _NOTES = {
 _MEMORY_GB = {("M4 Max", 32): (36,), ("M4 Max", 40): (48, 64, 128)}
 
 _SHEET = "vendor data sheet: marketed bandwidth, dense half-precision rate"
+_SHARED = 49152  # of a CUDA kernel that asks for no more at its launch
 _GPUS = (
     Chip(
-        "H100 SXM", 132, 3350, 66.9, 989, 50, "Hopper", "sm_90", "nvidia", _SHEET
+        *("H100 SXM", 132, 3350, 66.9, 989, 50, "Hopper", "sm_90", "nvidia", _SHEET),
+        threadgroup_bytes=_SHARED,
     ),
     Chip(
         "H200",
         *(132, 4800, 66.9, 989, 60, "Hopper", "sm_90", "nvidia"),
         f"{_SHEET}; L2 size as the device reports it",
+        threadgroup_bytes=_SHARED,
     ),
     Chip(
-        "A100 80GB", 108, 2039, 19.5, 312, 40, "Ampere", "sm_80", "nvidia", _SHEET
+        *("A100 80GB", 108, 2039, 19.5, 312, 40, "Ampere", "sm_80", "nvidia", _SHEET),
+        threadgroup_bytes=_SHARED,
     ),
     Chip(
         "MI300X", 304, 5300, 163.4, 1300, 256, "CDNA3", "gfx942", "amd", _SHEET

@@ -24,7 +24,6 @@ from .problem import DTYPE_BYTES, Matmul
 
 #: Stages of threadgroup memory: one is filled while another is multiplied.
 STAGES = 2
-_SHARED = 32768  # bytes of threadgroup memory that every chip has
 
 # Chip family -> least N of a launch that matrix units compute for every M, codes as
 # they are; first match wins, no row: never. Where matrices run on the FMA pipes
@@ -34,11 +33,15 @@ _SHARED = 32768  # bytes of threadgroup memory that every chip has
 # results/h200-small-m-sweep.txt.
 _FROM = (("Hopper", 2048),)
 
-# (least N, least K) -> (k_simdgroups, groups a step, rows); first match wins. Same
-# sweep: 4096 -> 128256 takes 90 us with (2, 4, 32) and 104 us with (4, 4, 16), 8192 ->
-# 28672 44.5 us with (4, 2, 32) and 51.7 us with (2, 4, 32), 4096 -> 4096 6.5 us with
-# (4, 4, 16) and 9.0 us with (4, 2, 32).
-_TILES = ((8192, 8192, 4, 2, 32), (8192, 0, 2, 4, 32), (0, 0, 4, 4, 16))
+# (least N, least K) -> k_simdgroups, groups a step, tiles of a threadgroup for one row
+# of x, rows of W of a simdgroup for more; first match wins. One row lies ready in
+# threadgroup memory, with 16 rows of W a simdgroup: fewer registers, so more of them at
+# a time. H200, bf16, 4-bit group 64, cold, 2026-11-30, us at M = 1 / 8 / 16: 8192 ->
+# 28672 takes 38.6 / 48.3 with (2, 4) and 47.9 / 54.9 / 72.8 with (4, 2); 14336 -> 4096
+# takes 12.5 / 13.6 / 19.6 with (8, 4), 14.0 / 16.2 / 19.8 with (4, 4) and 11.7 / 14.9 /
+# 27.4 with (4, 8) (4 rows for 8): bench/results/h200-small-m-sweep.txt.
+_TILES = ((8192, 0, 2, 4, 2, 32), (0, 4097, 8, 4, 1, 16), (0, 0, 4, 4, 1, 16))
+_READY = 2048  # elements of x that simdgroups make ready together
 
 # Kernel of a block's launch -> the same on matrix units.
 _BLOCK = {
@@ -50,12 +53,15 @@ _BLOCK = {
 
 @dataclass(frozen=True)
 class CodesPlan(Plan):
-    """Choices for one launch of the ``qmm_codes`` family. ``rows`` changes speed only.
+    """Choices for one launch of the ``qmm_codes`` family.
 
-    groups: groups of a row in a step; ``k_simdgroups`` and it order the additions.
+    groups: groups of a row in a step; ``k_simdgroups`` and it order the additions, all
+    else changes speed only. ready: groups of a single row of x that lie ready in
+    threadgroup memory, -1: each simdgroup has its own.
     """
 
     groups: int
+    ready: int = 0
 
 
 def supports_codes(problem: Matmul) -> str | None:
@@ -79,25 +85,46 @@ def on_codes(problem: Matmul, chip: Chip) -> bool:
     return supports_codes(replace(problem, M=1)) is None
 
 
-def _fits(p: Matmul, ks: int, groups: int, rows: int) -> bool:
+def _fits(p: Matmul, chip: Chip, t: CodesPlan) -> bool:
     # A row's step in a stage: codes, and a scale and a bias of at most 4 bytes.
-    step = groups * (p.group_size * p.bits // 8 + 2 * DTYPE_BYTES[p.x_dtype])
-    even = p.K % (groups * p.group_size) == 0
-    return even and ks * STAGES * rows * step <= _SHARED
+    step = t.groups * (p.group_size * p.bits // 8 + 2 * DTYPE_BYTES[p.x_dtype])
+    # A group of x lies there with its sum and its squares; a simdgroup's own are eight.
+    # Where there are no tensor cores, operands of bfloat16 are floats.
+    ready = max(t.ready, 0) or -t.ready * 8 * t.simdgroups
+    element = 2 if "Hopper" in chip.family and p.x_dtype != "float32" else 4
+    used = t.simdgroups * STAGES * t.rows * step
+    used += ready * (p.group_size * element + 8)
+    return p.K % (t.groups * p.group_size) == 0 and used <= chip.threadgroup_bytes
 
 
-def plan_codes(problem: Matmul, chip: Chip, kernel: str = "qmm_codes") -> CodesPlan:
-    """The plan of ``kernel``; ValueError if :func:`supports_codes` says no."""
+def plan_codes(
+    problem: Matmul, chip: Chip, kernel: str = "qmm_codes", normed: bool = False
+) -> CodesPlan:
+    """The plan of ``kernel``; ValueError if :func:`supports_codes` says no.
+
+    normed: x is normed in the launch.
+    """
     if (why := supports_codes(problem)) is not None:
         raise ValueError(f"no matrix kernel for {problem}: {why}")
-    ks, groups, rows = next(
-        t[2:] for t in _TILES if problem.N >= t[0] and problem.K >= t[1]
-    )
-    tries = product((ks, ks // 2, 1), (groups, 2), (rows, 16))
-    ks, groups, rows = next(t for t in tries if _fits(problem, *t))
-    reason = f"M = {problem.M} rows as columns of a matrix, K over {ks} simdgroups"
-    found = CodesPlan(kernel, rows, ks, ks, 1, True, reason, groups)
-    return told(found, chip, problem)
+    p = problem
+    ks, groups, tiles, rows = next(t[2:] for t in _TILES if p.N >= t[0] and p.K >= t[1])
+
+    def one(ks: int, groups: int, tiles: int) -> CodesPlan:
+        """The tile of one row; its order of additions is that of all M."""
+        ready = max(_READY // p.group_size, 8 * ks) if normed or tiles > 1 else -1
+        reason = f"M = {p.M} rows as columns of a matrix, K over {ks} simdgroups"
+        sizes = (16, ks * tiles, ks, 1, True, reason, groups, ready)
+        return CodesPlan(kernel, *sizes)
+
+    halves = [n for n in (ks, ks // 2, ks // 4, ks // 8) if n]
+    tries = (one(*t, 1) for t in product(halves, (groups, 2)))
+    found = next(t for t in tries if _fits(p, chip, t))
+    if p.M == 1:
+        more = one(found.k_simdgroups, found.groups, tiles)
+    else:
+        found = replace(found, ready=0)
+        more = replace(found, rows=rows)
+    return told(more if _fits(p, chip, more) else found, chip, p)
 
 
 @lru_cache(maxsize=4096)
@@ -125,7 +152,7 @@ def plan_block(
     whole = replace(members[0], N=sum(m.N for m in members))
     if not _block_on_codes(kernel, members, whole, chip, normed, dims):
         return plan_fused(kernel, members, chip)
-    return plan_codes(whole, chip, _BLOCK[kernel])
+    return plan_codes(whole, chip, _BLOCK[kernel], normed)
 
 
 def _block_on_codes(

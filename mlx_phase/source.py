@@ -18,7 +18,10 @@ _SUMS = ("finish.h", "packs.h", "rows.h")
 _PRODUCT = ("activate.h", *_SUMS, "set_rows.h", "product.h")
 _FUSED = (*_AFFINE, *_PRODUCT, "qmv_fused.metal")
 _QKV = (*_FUSED, "qmv_qkv.metal")
-_CODES = ("base.h", "mma.h", "columns.h", "qmm_codes.h")
+_CODES = (
+    *("base.h", "mma.h", "columns.h", "codes_weights.h"),
+    *("codes_x.h", "qmm_codes.h"),
+)
 _CODES_FUSED = (*_CODES, "activate.h", "qmm_codes.metal")
 _TILE = (*_MMA, "qmm_tile.h", "qmm.metal")
 _GATHER = (*_PRODUCT, "gather.h", "gather.metal")

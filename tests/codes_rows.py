@@ -43,7 +43,9 @@ def arguments(kernel, members, choices, narrow=False) -> tuple:
         values = matrix.template(first, plan_codes(first, h200))
     else:
         planned = kernel.replace("qmm_codes", "qmv").removesuffix("_bias")
-        p = plan_block(planned, members, h200)
+        normed = choices[-1:] == (EPS,)
+        dims = (choices[0].head_dim, choices[0].dims) if planned == "qmv_qkv" else ()
+        p = plan_block(planned, members, h200, normed, dims)
         values = {
             "qmv_add": lambda: matrix.template(first, p),
             "qmv_glu": lambda: fused.glu_template(p, first, *choices),

@@ -19,8 +19,9 @@ def checked(monkeypatch):
     monkeypatch.setenv("MLX_PHASE_SANITIZE", "mem,race,init,sync")
 
 
-def tile(kernel: str, rows=16, ks=2, groups=2) -> CodesPlan:
-    return CodesPlan(kernel, rows, ks, ks, 1, True, "test", groups)
+def tile(kernel: str, rows=16, ks=2, groups=2, tiles=1, ready=0) -> CodesPlan:
+    how = ks * tiles, ks, 1, True, "test", groups, ready
+    return CodesPlan(kernel, rows, *how)
 
 
 # Both formats; one column block and two; a tail of N; simdgroups without a step.
@@ -33,6 +34,17 @@ def test_codes(dtype, bits, M, N, ks, rows):
     p = tile("qmm_codes", rows, ks)
     run = matrix.prepare(Matmul(M, N, K, dtype, bits), p)
     assert run(cases.activations(M, K, dtype), *q.args).shape == (M, N)
+
+
+@pytest.mark.parametrize("tiles, ready", [(3, -1), (2, 8)])
+def test_one_row_that_lies_ready(tiles, ready):
+    """In turns, with simdgroups that have no step in the last, and tails of N."""
+    dtype, N, k = "bfloat16", 40, 10 * 64
+    x, weight = cases.activations(1, k, dtype), case.vector(k, dtype, 1)
+    gate, up = (case.weights(N, k, dtype, seed=i) for i in range(2))
+    p = tile("qmm_codes_glu", tiles=tiles, ready=ready)
+    glu = fused.prepare_glu(Matmul(1, N, k, dtype), "silu", case.EPS, p)
+    assert glu(x, weight, *gate.args, *up.args).shape == (1, N)
 
 
 def test_text_without_vector_loads():

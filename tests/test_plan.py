@@ -52,8 +52,8 @@ PAIRS = "float part[KS>1?SG*R{}:1]"
 MEMORY |= {k: [PAIRS.format("*SHARE")] for k in ("gather_qmv", "gather_qmv_fp")}
 MEMORY |= {k: [PAIRS.format("")] for k in ("gather_glu", "gather_glu_fp")}
 
-# test_qmm_codes.py has the bounds of the stages.
-STAGES = "uint4 shared[shared_chunks<T,bits,group,NB,R,KS,U,ST,{}>()]"
+# test_codes_plan.py has the bounds of the stages.
+STAGES = "uint4 shared[shared_chunks<T,bits,group,NB,R,SG,KS,U,ST,{},XS>()]"
 MEMORY |= {k: [STAGES.format("false")] for k in ("qmm_codes", "qmm_codes_add")}
 MEMORY |= {
     k: [STAGES.format("NORM")]

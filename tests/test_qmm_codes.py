@@ -10,11 +10,10 @@ import pytest
 import ref
 import tolerance
 
-from mlx_phase import check, doctor_kernels, ops
+from mlx_phase import check, doctor_kernels
 from mlx_phase.chip import lookup
 from mlx_phase.launch import fused, matmul, matrix
-from mlx_phase.plan import plan_fused
-from mlx_phase.plan_exact import CodesPlan, plan_block, plan_codes, plan_launch
+from mlx_phase.plan_exact import CodesPlan
 from mlx_phase.problem import Matmul
 
 K = 384
@@ -23,6 +22,15 @@ H200 = lookup("h200")
 
 def tile(kernel="qmm_codes", rows=16, ks=2, groups=2) -> CodesPlan:
     return CodesPlan(kernel, rows, ks, ks, 1, True, "test", groups)
+
+
+#: How a single row of x may lie ready (groups, or -1: each simdgroup's own), and
+#: tiles of a threadgroup.
+READY = ((-1, 1), (8, 2), (16, 1))
+
+
+def ready(p: CodesPlan, groups: int, tiles: int) -> CodesPlan:
+    return replace(p, ready=groups, simdgroups=tiles * p.k_simdgroups)
 
 
 def run(x: mx.array, q: cases.Weights, p: CodesPlan) -> mx.array:
@@ -54,13 +62,18 @@ def checked(x: mx.array, q: cases.Weights, p: CodesPlan) -> mx.array:
 def test_every_format(bits, group, dtype):
     k = 6 * group
     q = cases.random_weights(37, k, "affine", bits, group, dtype)
-    checked(cases.activations(3, k, dtype), q, tile())
+    x = cases.activations(3, k, dtype)
+    out = checked(x, q, tile())
+    for how in READY[::2]:
+        one = checked(x[2:], q, ready(tile(), *how))
+        tolerance.assert_bits(one, out[2:])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("ks, groups", [(1, 2), (2, 4), (4, 2)])
 def test_rows_are_exact_for_every_m_and_tile(dtype, ks, groups):
-    """K in 6 or 3 steps, dealt to 1, 2 or 4 simdgroups; N with a tail."""
+    """K in 6 or 3 steps, dealt to 1, 2 or 4 simdgroups; N with a tail; one row ready
+    in threadgroup memory, all of it or in turns."""
     k = 64 * 12 if groups == 4 else K
     q = cases.random_weights(45, k, "affine", 4, 64, dtype)
     x = cases.activations(16, k, dtype)
@@ -69,12 +82,17 @@ def test_rows_are_exact_for_every_m_and_tile(dtype, ks, groups):
         for rows in (16, 32) if M in (1, 9) else (16,):
             part = run(x[16 - M :], q, tile(rows=rows, ks=ks, groups=groups))
             tolerance.assert_bits(part, whole[16 - M :])
+    for how, rows in zip(READY, (16, 16, 32), strict=True):
+        p = ready(tile(rows=rows, ks=ks, groups=groups), *how)
+        tolerance.assert_bits(run(x[15:], q, p), whole[15:])
 
 
 @pytest.mark.parametrize("N", [32, 33, 47, 48, 49])
 def test_every_tail_of_n(N):
     q, c = cases.const_probe(N, 512)
     out = run(mx.ones((2, 512), mx.float16), q, tile(rows=32))
+    assert (out == 512 * c).all().item()
+    out = run(mx.ones((1, 512), mx.float16), q, ready(tile(), -1, 3))
     assert (out == 512 * c).all().item()
 
 
@@ -117,9 +135,13 @@ def test_unaligned_x_and_w():
     moved = replace(q, w=flat[1:].reshape(q.w.shape))
     out = run(x, q, tile())
     tolerance.assert_bits(run(buffer[3:].reshape(x.shape), moved, tile()), out)
+    for how in READY[:2]:
+        p = ready(tile(), *how)
+        tolerance.assert_bits(run(buffer[3 : 3 + K][None], moved, p), out[:1])
     assert not matmul.narrow_loads(True)
     try:
         tolerance.assert_bits(run(x, q, tile()), out)
+        tolerance.assert_bits(run(x[:1], q, ready(tile(), 8, 2)), out[:1])
     finally:
         matmul.narrow_loads(False)
 
@@ -131,11 +153,12 @@ def test_add(dtype, bits):
     p = tile("qmm_codes_add")
     outs = [
         fused.prepare_add(Matmul(M, 40, K, dtype, bits), p)(x[:M], *q.args, res[:M])
-        for M in (1, 9)
+        for M, p in ((9, p), (1, p), (1, ready(p, -1, 1)), (1, ready(p, 8, 2)))
     ]
     want = case.wide(res) + case.wide(x) @ case.matrix(q).T
-    tolerance.assert_close(outs[1], want, case.rounded(want, dtype), dtype)
-    tolerance.assert_bits(outs[0], outs[1][:1])
+    tolerance.assert_close(outs[0], want, case.rounded(want, dtype), dtype)
+    for one in outs[1:]:
+        tolerance.assert_bits(one, outs[0][:1])
 
 
 # A norm's weight may double x: halves have no room for that on every model.
@@ -154,8 +177,12 @@ def test_glu(dtype, activation, eps):
         make = fused.prepare_glu(Matmul(M, 40, K, dtype), activation, eps, p)
         outs[M, rows] = make(x[:M], weight, *gate.args, *up.args)
     tolerance.assert_close(outs[9, 32], want, case.rounded(want, dtype), dtype)
-    tolerance.assert_bits(outs[1, 16], outs[9, 32][:1])
-    tolerance.assert_bits(outs[1, 64], outs[9, 32][:1])
+    for how in READY:
+        p = ready(tile("qmm_codes_glu"), *how)
+        make = fused.prepare_glu(Matmul(1, 40, K, dtype), activation, eps, p)
+        outs[how] = make(x[:1], weight, *gate.args, *up.args)
+    for key in ((1, 16), (1, 64), *READY):
+        tolerance.assert_bits(outs[key], outs[9, 32][:1])
 
 
 @pytest.mark.parametrize(
@@ -171,9 +198,11 @@ def test_qkv(dims, traditional, bias, eps):
     biases = [case.vector(n, dtype, n) for n in sizes] if bias else []
     cs = case.angles(3, 77, D, dims, traditional)
     outs = []
-    for L, rows, turn in ((3, x, cs), (1, x[1:2, 1:2], cs[1:2])):
-        # Tiles of 16 rows and of 32: the same bits.
-        p = tile("qmm_codes_qkv", 32 if L == 3 else 16)
+    # Tiles of 16 rows and of 32, and one row that lies ready: the same bits.
+    p, alone = tile("qmm_codes_qkv"), (1, x[1:2, 1:2], cs[1:2])
+    plans = [(3, x, cs, replace(p, rows=32)), (*alone, p)]
+    plans += [(*alone, ready(p, *how)) for how in READY[:2]]
+    for L, rows, turn, p in plans:
         members = tuple(Matmul(rows.size // K, n, K, dtype) for n in sizes)
         rotary = fused.Rotary(D, dims, traditional)
         launch = fused.prepare_qkv(members, rotary, eps, bias, p)
@@ -188,80 +217,14 @@ def test_qkv(dims, traditional, bias, eps):
         if i < 2:
             want = case.rotate(want, cs, dims, traditional)
         tolerance.assert_close(y, want, case.rounded(want, dtype), dtype)
-        tolerance.assert_bits(outs[1][i][0, :, 0], y[1, :, 1])
-
-
-def test_plan_is_one_family_for_every_m():
-    for M in range(1, 17):
-        one = plan_launch((Matmul(M, 14336, 4096),), H200)
-        assert (one.kernel, one.k_simdgroups, one.groups) == ("qmm_codes", 2, 4)
-        assert plan_launch((Matmul(M, 1024, 4096),), H200).kernel == "qmv"
-        assert plan_launch((Matmul(M, 14336, 4096),), lookup("m4max")).kernel == "qmv"
-        assert plan_launch((Matmul(M, 4096, 4096, "float32"),), H200).kernel == "qmv"
-        assert plan_launch((Matmul(M, 4096, 4096, bits=3),), H200).kernel == "qmv"
-
-
-@pytest.mark.parametrize("bits, group", [(4, 32), (4, 128), (8, 32), (8, 64), (8, 128)])
-@pytest.mark.parametrize("N", [2048, 28672])
-@pytest.mark.parametrize("K", [4096, 8448])
-def test_plans_fit_threadgroup_memory(bits, group, N, K):
-    for dtype, pair in (("bfloat16", 4), ("float32", 8)):
-        p = plan_codes(Matmul(1, N, K, dtype, bits, group), H200)
-        size = p.rows * p.groups * (group * bits // 8 + pair)
-        assert 2 * p.k_simdgroups * size <= 32768 and K % (p.groups * group) == 0
-
-
-def test_blocks_stay_with_vectors_where_matrices_cannot():
-    def kernel(name, *members, **how):
-        return plan_block(name, members, H200, **how).kernel
-
-    one, small = Matmul(1, 4096, 4096), Matmul(1, 64, 4096)
-    assert kernel("qmv_add", one) == "qmm_codes_add"
-    assert kernel("qmv_glu", one, one, normed=True) == "qmm_codes_glu"
-    half = replace(one, x_dtype="float16")
-    assert kernel("qmv_glu", half, half, normed=True) == "qmv_glu"
-    assert kernel("qmv_glu", half, half) == "qmm_codes_glu"
-    assert kernel("qmv_qkv", one, small, small, dims=(64, 64)) == "qmm_codes_qkv"
-    assert kernel("qmv_qkv", one, small, small, dims=(80, 80)) == "qmv_qkv"
-    assert kernel("qmv_qkv", one, small, replace(small, bits=8)) == "qmv_qkv"
-    assert kernel("qmv_add", small) == "qmv_add"
-    m4 = lookup("m4max")
-    assert plan_block("qmv_add", (one,), m4) == plan_fused("qmv_add", (one,), m4)
-
-
-def test_blocks_of_inexact_models_are_fused_and_shared_launches_go_apart(monkeypatch):
-    monkeypatch.setattr(ops, "device_chip", lambda: H200)
-    for M in (1, 8):
-        one = Matmul(M, 4096, 4096)
-        assert not ops.apart((one,), exact=False)
-        assert ops.apart((one, one), exact=False) == (M > 1)
-        assert not ops.apart((one, one), exact=True)
-    # 3 bits have no codes kernel: matrix units take the layer alone.
-    assert ops.apart((Matmul(8, 4096, 4096, bits=3),), exact=False)
-
-
-def test_only_the_plan_that_is_taken_is_printed(monkeypatch, capsys):
-    monkeypatch.setenv("MLX_PHASE_PRINT_PLANS", "1")
-    plan_block.cache_clear()
-    plan_block("qmv_add", (Matmul(5, 4096, 4096),), H200)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "qmm_codes_add" in line
-
-
-def test_refusals_say_why():
-    for problem, words in (
-        (Matmul(17, 64, 128), "M = 17"),
-        (Matmul(1, 64, 64), "no pair of groups"),
-        (Matmul(1, 8, 128), "N is below 32"),
-        (Matmul(1, 64, 128, bits=3), "codes of 4 or 8 bits"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plan_codes(problem, H200)
+        for one in outs[1:]:
+            tolerance.assert_bits(one[i][0, :, 0], y[1, :, 1])
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_doctor_examines_every_format(monkeypatch, quick):
-    monkeypatch.setattr(doctor_kernels, "device_chip", lambda: H200)
+    chip = replace(H200, threadgroup_bytes=32768)  # what the CPU executor has
+    monkeypatch.setattr(doctor_kernels, "device_chip", lambda: chip)
     found = doctor_kernels.codes_rows(quick)
     assert len(found) == (1 if quick else 12)
     assert {row.plan_many.kernel for row in found} == {"qmm_codes"}

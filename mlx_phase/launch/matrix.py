@@ -8,7 +8,7 @@ from ..plan import Plan
 from ..plan_exact import STAGES, CodesPlan
 from ..plan_matrix import plan_matrix
 from ..problem import Matmul
-from .matmul import Launch, device_chip, kernel
+from .matmul import Launch, device_chip, kernel, tiles
 
 
 def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
@@ -19,7 +19,8 @@ def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
     if isinstance(p, CodesPlan):
         # More rows than one are counted on the device: a kernel for 8, and one for 16.
         rows = [("NB", -(-problem.M // 8)), ("ONE", problem.M == 1)]
-        return [*args, *rows, *tile, ("U", p.groups), ("ST", STAGES)]
+        tile += [("SG", p.simdgroups), ("U", p.groups), ("ST", STAGES)]
+        return [*args, *rows, *tile, ("XS", p.ready)]
     return [*args, ("M", problem.M), *tile]
 
 
@@ -31,10 +32,10 @@ def prepare(problem: Matmul, p: Plan | None = None) -> Launch:
     """
     p = p or plan_matrix(problem, device_chip())
     run = kernel(p.kernel)
-    threads = 32 * p.k_simdgroups
+    threads = 32 * p.simdgroups
     launch = {
         "template": template(problem, p),
-        "grid": (-(-problem.N // p.rows) * threads, 1, 1),
+        "grid": (tiles(p, problem.N) * threads, 1, 1),
         "threadgroup": (threads, 1, 1),
         "output_dtypes": [getattr(mx, problem.x_dtype)],
     }
