@@ -77,11 +77,12 @@ _TILES = (
 # tiles. Codes of long heads have a ring of threadgroup memory for each simdgroup: 8
 # bits leave room for two. H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of
 # both launches at 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt):
-# plain 9.6 / 15.1 / 40.4 / 139.2 (chunk 512: 13.2 / 16.3 / 39.5 / 134.6; 8 simdgroups:
-# 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.6 / 13.0 / 26.9 / 82.9 (chunk 512: 13.5 / 14.8 /
-# 26.6 / 79.0; 4 simdgroups, one tile: 9.7 / 13.1 / 29.1 / 87.1; without the ring 9.2 /
-# 12.9 / 28.7 / 89.8); 4 bits 10.0 / 11.2 / 19.9 / 58.4 (2 simdgroups: 12.7 / 13.6 /
-# 19.3 / 56.4; chunk 256: 8.7 / 11.1 / 22.4 / 62.9; without 11.1 / 12.2 / 22.6 / 69.5).
+# plain 9.5 / 15.1 / 39.5 / 138 (an earlier text with chunk 512: 13.2 / 16.3 / 39.5 /
+# 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 81
+# (chunk 512: 12.5 / 14.1 / 25.6; 4 simdgroups, one tile: 9.4 / 12.8 / 27.1); 4 bits 9.6
+# / 11.0 / 18.7 / 53.0 and 10.3 / 12.7 / 30.3 for 4 queries (2 simdgroups: 11.6 / 12.4 /
+# 17.7 / 50.9 and 13.0 / 14.3 / 26.9; these and chunk 256: 9.3 / 11.1 / 18.4 / 54.9 and
+# 10.6 / 13.8 / 31.1; chunk 256: 8.5 / 10.7 / 20.3).
 _MATRIX = (
     (64, 4, 64, 512, 32, 4, 16),
     (64, 8, 64, 256, 32, 4, 16),
@@ -179,7 +180,10 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
     if ahead:
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
         coded = kernel.endswith("_codes")
-        full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4)
+        # 8 bits and one block of rows: 128k keys take 81.3 us with 8, 84.4 with 12; 32k
+        # keys and 4 queries of 32/8 heads 38.1 and 34.6.
+        few = G * p.q_len <= 8
+        full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4 and few)
         full = full or rows > 8 or dim > 128
         resident = 8 if full else 12 if coded or dim > 64 else 16
         threadgroups = resident * chip.gpu_cores // simdgroups
