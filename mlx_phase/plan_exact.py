@@ -37,9 +37,9 @@ _FROM = (("Hopper", 2048),)
 # of x, rows of W of a simdgroup for more; first match wins. One row lies ready in
 # threadgroup memory, with 16 rows of W a simdgroup: fewer registers, so more of them at
 # a time. H200, bf16, 4-bit group 64, cold, 2026-11-30, us at M = 1 / 8 / 16: 8192 ->
-# 28672 takes 38.6 / 48.3 / 67.1 with (2, 4), 47.9 / 54.9 / 72.8 with (4, 2); 14336 ->
-# 4096 takes 12.5 / 13.6 / 19.6 with (8, 4), 14.0 / 16.2 / 19.8 with (4, 4) and 11.7 / 14.9 /
-# 27.4 with (4, 8) (4 rows for 8): bench/results/h200-small-m-sweep.txt.
+# 28672 takes 38.6 / 48.3 / 67.1 with (2, 4) and 47.9 / 54.9 / 72.8 with (4, 2). At M of
+# 1 / 4 / 16: 14336 -> 4096 12.5 / 13.6 / 19.6 with (8, 4), 14.0 / 16.2 / 19.8 with
+# (4, 4), 11.7 / 14.9 / 27.4 with (4, 8): bench/results/h200-small-m-sweep.txt.
 _TILES = ((8192, 0, 2, 4, 2, 32), (0, 4097, 8, 4, 1, 16), (0, 0, 4, 4, 1, 16))
 _READY = 2048  # elements of x that simdgroups make ready together
 
