@@ -29,7 +29,6 @@ template <> METAL_FUNC float2 code_pair<float>(const uint w, const uint one) {
 // The other code of a pair is so far behind.
 template <int bits> METAL_FUNC constexpr int code_partner() { return 16 / bits; }
 
-
 // Where a simdgroup's tiles lie: rows 0 to 7 of tile t are those of w from first + t step on, `stride` apart,
 // rows 8 to 15 those of w2 from second + t step on. So a lane has the sums of both rows of a pair.
 template <typename T>

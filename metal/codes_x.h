@@ -1,31 +1,31 @@
 // Rows of x as operands, for qmm_codes.h.
 
-// Sums of the squares of an operand's columns, one multiply as it lies: its product with itself has them
-// on the diagonal. column_squares: those of the lane's two columns.
-template <typename T>
-METAL_FUNC void add_squares(thread float* sq, const PAIR(T) b0, const PAIR(T) b1) {
-#ifdef MSL_TENSOR_CORES
-  mma16<T>(sq, b0, b0, b1, b1, b0, b1);
-#else
-  sq[0] = fma(float(b1.x), float(b1.x), fma(float(b0.x), float(b0.x), sq[0]));
-  sq[1] = fma(float(b1.y), float(b1.y), fma(float(b0.y), float(b0.y), sq[1]));
-#endif
-}
-// Those of a group, added as a whole: in the same order whoever takes the group.
+// Adds the squares of a group's columns, as a whole: in the same order whoever takes the group. A packed
+// operand is multiplied with itself as it lies: the diagonal has them. column_squares: those of the lane's
+// two columns.
 template <typename T, int NP>
-METAL_FUNC void group_squares(thread float* sq, const thread PAIR(T)* b) {
-  float t[4] = {0, 0, 0, 0};
-  UNROLL for (int i = 0; i < NP; i += 2) add_squares<T>(t, b[i], b[i + 1]);
-#ifdef MSL_TENSOR_CORES
-  sq[0] += t[0];
-  sq[1] += t[1];
-#else
+METAL_FUNC void group_squares(thread float* sq, const thread vec<typename Operand<T>::element, 2>* b) {
+  float t[2] = {0, 0};
+  UNROLL for (int i = 0; i < NP; i++) {
+    t[0] = fma(float(b[i].x), float(b[i].x), t[0]);
+    t[1] = fma(float(b[i].y), float(b[i].y), t[1]);
+  }
   sq[0] += rows_sum(t[0]);
   sq[1] += rows_sum(t[1]);
-#endif
 }
+#ifdef MSL_TENSOR_CORES
+template <typename T, int NP>
+METAL_FUNC void group_squares(thread float* sq, const thread uint* b) {
+  float t[4] = {0, 0, 0, 0};
+  UNROLL for (int i = 0; i < NP; i += 2) mma16<T>(t, b[i], b[i], b[i + 1], b[i + 1], b[i], b[i + 1]);
+  sq[0] += t[0];
+  sq[1] += t[1];
+}
+#endif
+template <typename T>
 METAL_FUNC void column_squares(thread float* sq, const uint lane) {
 #ifdef MSL_TENSOR_CORES
+  if (sizeof(T) == 4) return;
   sq[0] = simd_shuffle(sq[0], ushort(9 * TILE_COL(lane)));
   sq[1] = simd_shuffle(sq[1], ushort(9 * TILE_COL(lane) + 4));
 #endif
@@ -53,32 +53,37 @@ template <typename T, int group, int XS>
 METAL_FUNC threadgroup float2* ready_sums(threadgroup uint* xs) {
   return (threadgroup float2*)(xs + ready_groups<XS>() * group / 2 * pair_words<T>());
 }
-// All columns of tensor cores hold the same then, of others all lanes of a row.
+// All columns hold the same then: packed operands as they lie, of others an element for all lanes of a row.
 template <typename T, int NP>
-METAL_FUNC void put_x(threadgroup uint* xs, const int g, const int row, const int col, const thread PAIR(T)* b) {
-#ifdef MSL_TENSOR_CORES
-  threadgroup PAIR(T)* to = (threadgroup PAIR(T)*)xs + ((g + row) * 4 + col) * NP;
-  UNROLL for (int i = 0; i < NP; i++) to[i] = b[i];
-#else
+METAL_FUNC void put_x(
+    threadgroup uint* xs, const int g, const int row, const int col,
+    const thread vec<typename Operand<T>::element, 2>* b) {
   threadgroup typename Operand<T>::element* to = (threadgroup typename Operand<T>::element*)xs;
   UNROLL for (int i = 0; i < NP; i++) {
     to[((g + 2 * col) * 8 + row) * NP + i] = b[i].x;
     to[((g + 2 * col + 1) * 8 + row) * NP + i] = b[i].y;
   }
-#endif
 }
 template <typename T, int NP>
-METAL_FUNC void get_x(const threadgroup uint* xs, const int g, const int row, const int col, thread PAIR(T)* b) {
-#ifdef MSL_TENSOR_CORES
-  read_run<NP * pair_words<T>()>(xs + (g * 4 + col) * NP * pair_words<T>(), (thread uint*)b);
-#else
+METAL_FUNC void get_x(
+    const threadgroup uint* xs, const int g, const int row, const int col,
+    thread vec<typename Operand<T>::element, 2>* b) {
   const threadgroup typename Operand<T>::element* at = (const threadgroup typename Operand<T>::element*)xs;
   UNROLL for (int i = 0; i < NP; i++) {
     const typename Operand<T>::element v = at[(g * 8 + row) * NP + i];
     b[i] = pair_of<T>(v, v);
   }
-#endif
 }
+#ifdef MSL_TENSOR_CORES
+template <typename T, int NP>
+METAL_FUNC void put_x(threadgroup uint* xs, const int g, const int row, const int col, const thread uint* b) {
+  UNROLL for (int i = 0; i < NP; i++) xs[((g + row) * 4 + col) * NP + i] = b[i];
+}
+template <typename T, int NP>
+METAL_FUNC void get_x(const threadgroup uint* xs, const int g, const int row, const int col, thread uint* b) {
+  read_run<NP>(xs + (g * 4 + col) * NP, b);
+}
+#endif
 // Eight groups of x and of the norm's weight as columns, from `first` on; the last stands in for those that
 // are missing.
 template <typename T, int group, bool NORM>
@@ -104,7 +109,7 @@ METAL_FUNC void put_groups(const Columns<T, group, NORM> f, threadgroup uint* xs
   if (NORM) {
     arrange<T, P, 2 * NP>(f.norm, n);
     group_squares<T, NP>(sq, v);
-    column_squares(sq, lane);
+    column_squares<T>(sq, lane);
     UNROLL for (int i = 0; i < NP; i++) v[i] = pair_times<T>(v[i], n[i]);
   }
   put_x<T, NP>(xs, g, row, col, v);

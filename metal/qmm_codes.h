@@ -17,8 +17,9 @@ METAL_FUNC void add_group(
     UNROLL for (int i = 0; i < A + HI; i++) dot[i] = 0;
     uint q[2 * NW];
     UNROLL for (int h = 0; h < 2; h++) {
-      const int i = r * 16 + h * 8, turn = chunk_turn<RW>(row) ^ chunk_turn<RW>(i);
-      read_run<NW>(stage + (i + row) * RW + (word / 4 ^ turn) * 4 + word % 4, q + h * NW);
+      // Chunks lie as in the row eight before.
+      const int i = r * 16 + h * 8 + row;
+      read_run<NW>(stage + i * RW + (word / 4 ^ chunk_turn<RW>(row)) * 4 + word % 4, q + h * NW);
     }
     UNROLL for (int j = 0; j < NW; j++) {
       PAIR(T) c[8];
@@ -142,17 +143,15 @@ METAL_FUNC void code_rows(
 
 // The sums of R NB tiles, and NORM: of the squares of the lane's columns, of the KS simdgroups that share
 // rows. Afterwards tile_sum gives sum i in index order.
-template <int A, int KS, int NB, bool NORM, bool READY>
+template <int A, int KS, int NB, bool NORM>
 METAL_FUNC void share_sums(thread float* acc, thread float* sq, threadgroup float* part, const int ks, const uint lane) {
   const int ALL = NORM ? A + 2 * NB : A;
   // The stages lie there too.
   threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL for (int i = 0; i < A; i++) part[(ks * ALL + i) * 32 + lane] = acc[i];
   if (NORM) {
-    UNROLL for (int n = 0; n < NB; n++) {
-      if (!READY) column_squares(sq + 4 * n, lane);
+    UNROLL for (int n = 0; n < NB; n++)
       UNROLL for (int e = 0; e < 2; e++) part[(ks * ALL + A + 2 * n + e) * 32 + lane] = sq[4 * n + e];
-    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -190,7 +189,7 @@ METAL_FUNC constexpr int shared_chunks() {
 // May all of a matrix be read in vectors.
 template <typename T>
 METAL_FUNC bool even(const device uint* w, const device T* s, const device T* b) {
-  return ALIGNED(w, 16) && ALIGNED(s, 8) && ALIGNED(b, 8);
+  return ALIGNED(w, 16) && ALIGNED(s, 4 * sizeof(T)) && ALIGNED(b, 4 * sizeof(T));
 }
 // The products of the SG simdgroups' tiles with x; returns what share_sums left of this one's KS.
 // wide: all that is read may be read in vectors; the same for all threads of a threadgroup.
@@ -207,7 +206,8 @@ METAL_FUNC const threadgroup float* code_product(
     code_rows<T, bits, group, NB, R, SG, KS, U, ST, true, NORM, XS>(x, nw, at, stages, xs, acc, sq, M, K, sg, lane);
   else
     code_rows<T, bits, group, NB, R, SG, KS, U, ST, false, NORM, XS>(x, nw, at, stages, xs, acc, sq, M, K, sg, lane);
-  share_sums<A, KS, NB, NORM, XS != 0>(acc, sq, (threadgroup float*)part, ks, lane);
+  if (NORM && !XS) UNROLL for (int n = 0; n < NB; n++) column_squares<T>(sq + 4 * n, lane);
+  share_sums<A, KS, NB, NORM>(acc, sq, (threadgroup float*)part, ks, lane);
   return (const threadgroup float*)part;
 }
 // The first sum of pair i of a lane; the second is two behind it.

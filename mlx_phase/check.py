@@ -87,7 +87,8 @@ def small(problems: Problems, chosen: Plan | None = None) -> Problems:
         problems = tuple(replace(p, M=chosen.tile.BM + 5) for p in problems)
     n = N_CANARY
     if isinstance(chosen, CodesPlan):
-        n, k = n + chosen.rows, 5 * chosen.groups * group
+        # Five steps, after those of an x that lies ready: it does so in turns then.
+        n, k = n + chosen.rows, (5 * chosen.groups + max(chosen.ready, 0)) * group
     return tuple(replace(p, N=n + i, K=k) for i, p in enumerate(problems))
 
 

@@ -16,16 +16,22 @@ from .executor import ExecutorError
 from .launch.fused import (
     ACTIVATIONS,
     Rotary,
+    planned,
     prepare_add,
     prepare_add_norm,
     prepare_glu,
     prepare_qk_norm,
     prepare_qkv,
 )
+from .plan import Plan
+from .plan_exact import CodesPlan
 from .problem import AFFINE_BITS, DTYPE_BYTES, Matmul
 
 KERNELS = ("qmv_add", "qmv_glu", "qmv_qkv", "qmv_qkv_bias", "qk_norm", "add_norm")
 K, HEAD, EPS = 320, 64, 1e-5
+# A block's matrices where matrix units take large ones at every M, and a K of more
+# groups than lie ready at once.
+LARGE, K_CODES = 4096, 2304
 # Rows of q, k and v; the activations' tolerance is that of one product.
 SIZES = (2 * HEAD, HEAD, HEAD)
 
@@ -65,11 +71,24 @@ def _norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 def _activate(g: np.ndarray, name: str) -> np.ndarray:
     if name == "silu":
-        return g / (1 + np.exp(-g))
+        return g / (1 + np.exp(np.minimum(-g, 700)))  # float64 ends at 709
     if name == "gelu":
         return 0.5 * g * (1 + np.vectorize(math.erf)(g / math.sqrt(2)))
     z = 1.5957691216057308 * (g + 0.044715 * g**3)
-    return g / (1 + np.exp(np.minimum(-z, 700)))  # float64 ends at 709
+    return g / (1 + np.exp(np.minimum(-z, 700)))
+
+
+def _large_plan(row: FusedRow, M: int) -> Plan | None:
+    """The plan of a model's launch if matrix units compute it, which small matrices
+    would not reach."""
+    name = row.kernel.removesuffix("_bias")
+    if not name.startswith("qmv") or row.bits not in (4, 8):
+        return None
+    one = Matmul(M, LARGE, LARGE, row.dtype, row.bits, 64)
+    members = (one,) * {"qmv_add": 1, "qmv_glu": 2, "qmv_qkv": 3}[name]
+    rotary = Rotary(HEAD, HEAD, bool(row.choice)) if name == "qmv_qkv" else None
+    p = planned(name, members, None if name == "qmv_add" else EPS, rotary)
+    return p if isinstance(p, CodesPlan) else None
 
 
 class _Case:
@@ -77,16 +96,17 @@ class _Case:
 
     def __init__(self, row: FusedRow):
         self.row, self.dtype = row, getattr(mx, row.dtype)
+        self.K = K_CODES if _large_plan(row, 1) else K
         rng = np.random.default_rng(row.M)
         self.weights, self.right = [], []
         for i, n in enumerate(SIZES):
-            problem = Matmul(row.M, n, K, row.dtype, row.bits, 64)
+            problem = Matmul(row.M, n, self.K, row.dtype, row.bits, 64)
             arrays, weight = canary(problem, i)
             self.x = arrays[0][None]
             self.weights.append(arrays[1:])
             self.right.append(weight.astype(np.float64))
         self.wide = np.array(self.x[0].astype(mx.float32)).astype(np.float64)
-        self.norm, wide_norm = self._vector(rng, K)
+        self.norm, wide_norm = self._vector(rng, self.K)
         self.normed = _norm(self.wide, wide_norm)
         self.biases = [self._vector(rng, n) for n in SIZES]
         self.angle = np.arange(row.M)[:, None] / 1.5 ** np.arange(HEAD // 2)
@@ -98,16 +118,17 @@ class _Case:
     def launch(self, at: slice) -> list[mx.array]:
         """The kernel's outputs for rows ``at`` of x, [rows, N] or [heads, rows, D]."""
         row, x = self.row, self.x[:, at]
-        problem = Matmul(x.shape[1], SIZES[0], K, row.dtype, row.bits, 64)
+        problem = Matmul(x.shape[1], SIZES[0], self.K, row.dtype, row.bits, 64)
+        p = _large_plan(row, x.shape[1])
         if row.kernel == "qmv_add":
             res = mx.zeros((1, x.shape[1], SIZES[0]), self.dtype) + 1
-            return [prepare_add(problem)(x, *self.weights[0], res)[0]]
+            return [prepare_add(problem, p)(x, *self.weights[0], res)[0]]
         if row.kernel == "add_norm":
-            return [prepare_add_norm(row.dtype, K, EPS)(x, self.norm, x)[0]]
+            return [prepare_add_norm(row.dtype, self.K, EPS)(x, self.norm, x)[0]]
         if row.kernel == "qmv_glu":
             w0, s0, b0 = self.weights[0]
             up = (w0[::-1] + 0, s0[::-1] + 0, b0[::-1] + 0)
-            run = prepare_glu(problem, row.choice, EPS)
+            run = prepare_glu(problem, row.choice, EPS, p)
             return [run(x, self.norm, w0, s0, b0, *up)[0]]
         rotary, angles = Rotary(HEAD, HEAD, bool(row.choice)), self._angles(at)
         if row.kernel == "qk_norm":
@@ -120,7 +141,7 @@ class _Case:
         members = tuple(replace(problem, N=n) for n in SIZES)
         extra = [b for b, _ in self.biases] if bias else []
         arrays = [a for w in self.weights for a in w]
-        run = prepare_qkv(members, rotary, EPS, bias)
+        run = prepare_qkv(members, rotary, EPS, bias, p)
         return _apart(*run(x, self.norm, *arrays, *extra, angles))
 
     def _angles(self, at: slice) -> mx.array:
@@ -179,7 +200,9 @@ def _words(row: FusedRow) -> str:
 
 def examine(row: FusedRow, clock=time.perf_counter) -> Examined:
     """Run a row's kernel, compare it with float64, and its last row with it alone."""
-    name = f"{row.kernel} affine {row.bits}-bit g64 {row.dtype}{_words(row)}"
+    p = _large_plan(row, row.M)
+    kernel = row.kernel if p is None else row.kernel.replace("qmv", "qmm_codes")
+    name = f"{kernel} affine {row.bits}-bit g64 {row.dtype}{_words(row)}"
     worst, exact, error, run_ms, start = float("inf"), None, None, None, clock()
     try:
         case = _Case(row)

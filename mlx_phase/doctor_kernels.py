@@ -110,8 +110,11 @@ def codes_rows(quick: bool) -> list[Row]:
     """Formats and dtypes whose codes are multiplied at every M; ``quick``: one."""
     found, chip = [], device_chip()
     forms = product((4, 8), AFFINE_GROUPS, ("bfloat16", "float16"))
+    # x lies ready for a threadgroup, and for each of its simdgroups.
+    shapes = cycle((SHAPES[0], (4096, 4096), (4096, 4096)))
     for bits, group, dtype in ((4, 64, "bfloat16"),) if quick else forms:
-        one, many = (Matmul(m, 4096, 4096, dtype, bits, group) for m in (1, 9))
+        N, K = next(shapes)
+        one, many = (Matmul(m, N, K, dtype, bits, group) for m in (1, 9))
         if on_codes(one, chip):
             found.append(
                 Row((one,), (many,), plan_codes(one, chip), plan_codes(many, chip))
@@ -177,7 +180,15 @@ def examined(
 
 def _exact(row: Row, clock) -> tuple[bool | None, float]:
     """(first and last row of x as alone, milliseconds of a launch)."""
-    many = checks.small(row.many, row.plan_many)
+    # K of one row: no shorter, where it lies ready in turns.
+    many = tuple(
+        replace(m, K=o.K)
+        for m, o in zip(
+            checks.small(row.many, row.plan_many),
+            checks.small(row.one, row.plan_one),
+            strict=True,
+        )
+    )
     arrays = [checks.canary(p, i)[0] for i, p in enumerate(many)]
     x, weights = arrays[0][0], [a for each in arrays for a in each[1:]]
     whole = evaluate(many, row.plan_many, x, weights)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_phase import ops
+from mlx_phase import check, ops
 from mlx_phase.chip import lookup
 from mlx_phase.plan import plan_fused
 from mlx_phase.plan_exact import plan_block, plan_codes, plan_launch
@@ -52,6 +52,15 @@ def test_tensor_cores_use_what_threadgroup_memory_they_have():
     p = plan_codes(Matmul(1, 4096, 14336), H200, "qmm_codes_add")
     assert (p.k_simdgroups, p.groups, p.ready) == (8, 4, -1)
     assert lookup("m4max").threadgroup_bytes == 32768
+
+
+def test_canary_takes_more_than_one_turn():
+    """The second begins with a barrier, and ends early."""
+    one = Matmul(1, 28672, 8192)
+    p = plan_codes(one, H200)
+    (small,) = check.small((one,), p)
+    turns, rest = divmod(small.K // one.group_size, p.ready)
+    assert turns == 1 and 0 < rest < p.ready and rest % p.groups == 0
 
 
 def test_blocks_stay_with_vectors_where_matrices_cannot():

@@ -114,6 +114,8 @@ def test_rows_do_not_see_each_other():
     tolerance.assert_bits(run(bad, q, tile())[3], out[3])
     tolerance.assert_bits(run(cases.poisoned(x), q, tile()), out)
     tolerance.assert_bits(run(x.reshape(3, 3, K), q, tile()).reshape(9, 40), out)
+    # What lies ready is a single row: a plan of one serves more, too.
+    tolerance.assert_bits(run(x, q, ready(tile(), -1, 1)), out)
 
 
 def test_a_row_with_nan_is_nan_and_weights_beside_are_not_read():
@@ -144,6 +146,17 @@ def test_unaligned_x_and_w():
         tolerance.assert_bits(run(x[:1], q, ready(tile(), 8, 2)), out[:1])
     finally:
         matmul.narrow_loads(False)
+
+
+def test_scales_of_floats_that_begin_between_two_vectors():
+    """A step has four: 16 bytes, where those of other types are 8."""
+    q = cases.random_weights(40, 512, "affine", 4, 64, "float32")
+    x, p = cases.activations(1, 512, "float32"), ready(tile(groups=4), -1, 1)
+    both = [mx.concatenate([mx.zeros((2,)), a.flatten()]) for a in q.args[1:]]
+    mx.eval(both)
+    scales, biases = (a[2:].reshape(q.scales.shape) for a in both)
+    moved = replace(q, scales=scales, biases=biases)
+    tolerance.assert_bits(run(x, moved, p), checked(x, q, p))
 
 
 @pytest.mark.parametrize("dtype, bits", [("bfloat16", 4), ("float16", 8)])
@@ -227,6 +240,7 @@ def test_doctor_examines_every_format(monkeypatch, quick):
     monkeypatch.setattr(doctor_kernels, "device_chip", lambda: chip)
     found = doctor_kernels.codes_rows(quick)
     assert len(found) == (1 if quick else 12)
+    assert {row.plan_one.ready > 0 for row in found} == {True, quick}
     assert {row.plan_many.kernel for row in found} == {"qmm_codes"}
     result = doctor_kernels.examine(found[-1])
     assert result.ok and result.exact, result

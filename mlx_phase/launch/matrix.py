@@ -20,7 +20,8 @@ def template(problem: Matmul, p: Plan) -> list[tuple[str, object]]:
         # More rows than one are counted on the device: a kernel for 8, and one for 16.
         rows = [("NB", -(-problem.M // 8)), ("ONE", problem.M == 1)]
         tile += [("SG", p.simdgroups), ("U", p.groups), ("ST", STAGES)]
-        return [*args, *rows, *tile, ("XS", p.ready)]
+        # What lies ready is a single row.
+        return [*args, *rows, *tile, ("XS", p.ready if problem.M == 1 else 0)]
     return [*args, ("M", problem.M), *tile]
 
 
