@@ -64,8 +64,9 @@ METAL_FUNC void code_rows(
   const int NP = group / 8, P = code_partner<bits>(), A = NB * 4, RW = code_words<bits, group, U>();
   const int NS = scale_words<T, U>(), SIZE = stage_words<T, bits, group, R, U>();
   // x of the next XU groups is on its way while one is multiplied: of as many as registers have room for.
-  const int XU = NB > 1 && R == 1 && U > 2 ? 2 : U, AHEAD = XS ? 1 : XU * NB * NP, TURN = XS > 0 ? XS / U : 1 << 30;
+  const int XU = NB > 1 && R == 1 && U > 2 ? 2 : U, AHEAD = XS ? 1 : XU * NB * NP;
   const int row = TILE_ROW(lane), col = TILE_COL(lane), groups = K / group, steps = groups / U, ks = sg % KS;
+  const int turn = XS > 0 ? XS / U : steps;
   const uint one = code_bits<T>(K);
   const Feed<T, bits, group, R, U> from = feed_at<T, bits, group, R, U>(at, K, lane);
   PAIR(T) ones[4], next_x[AHEAD], next_norm[NORM && !XS ? XU * NP : 1];
@@ -84,7 +85,7 @@ METAL_FUNC void code_rows(
     if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, first + u, row, col, next_norm + u * NP);
   }
   int now = 0;
-  for (int begin = 0; begin < steps; begin += TURN) {
+  for (int begin = 0; begin < steps; begin += turn) {
     if (XS > 0) {
       if (begin > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int g = 8 * sg; g < min(XS, groups - begin * U); g += 8 * SG)
@@ -92,7 +93,8 @@ METAL_FUNC void code_rows(
             fetch_groups<T, bits, group, WIDE, NORM>(x, nw, begin * U + g, groups, lane), xs, g, lane);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    for (int step = begin + ks; step < min(begin + TURN, steps); step += KS) {
+    const int end = XS > 0 ? min(begin + turn, steps) : steps;
+    for (int step = begin + ks; step < end; step += KS) {
       const int last = now == 0 ? ST - 1 : now - 1, next = min(step + KS, steps - 1) * U;
       if (step + (ST - 1) * KS < steps)
         load_stage<T, bits, group, R, U, WIDE>(from, stages + last * SIZE, step + (ST - 1) * KS, lane);
@@ -120,15 +122,15 @@ METAL_FUNC void code_rows(
           if (NORM) sq[0] += both.y;
         } else {
           const int slot = u % XU, g = u + XU < U ? step * U + u + XU : next + u + XU - U;
+          PAIR(T) norm[NORM ? NP : 1];
           UNROLL for (int n = 0; n < NB; n++) arrange<T, P, 2 * NP>(next_x + (slot * NB + n) * NP, x_of + n * NP);
-          fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + slot * NB * NP);
           if (NORM) {
-            PAIR(T) norm[NP];
             arrange<T, P, 2 * NP>(next_norm + slot * NP, norm);
-            fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + slot * NP);
             UNROLL for (int n = 0; n < NB; n++) group_squares<T, NP>(sq + 4 * n, x_of + n * NP);
             UNROLL for (int i = 0; i < NB * NP; i++) x_of[i] = pair_times<T>(x_of[i], norm[i % NP]);
           }
+          fetch_x<T, bits, group, NB, WIDE>(x, M, K, g, row, col, next_x + slot * NB * NP);
+          if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, g, row, col, next_norm + slot * NP);
           UNROLL for (int n = 0; n < NB; n++)
             UNROLL for (int i = n * NP; i < (n + 1) * NP; i += 2)
               mma16<T>(sum + 4 * n, ones[0], ones[1], ones[2], ones[3], x_of[i], x_of[i + 1]);
