@@ -48,6 +48,15 @@ def test_every_length(k_len):
     case(k_len=k_len).check()
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_no_keys_at_all(q_len):
+    run = attention.prepare(Sdpa(4, 2, 64, 64, q_len=q_len))
+    k = mx.zeros((1, 2, 0, 64), mx.bfloat16)
+    out = run(mx.ones((1, 4, q_len, 64), mx.bfloat16), k, k, scale=1.0)
+    assert out.shape == (1, 4, q_len, 64) and out.dtype == mx.bfloat16
+    assert not out.any().item()
+
+
 def tree(q_len: int, k_len: int) -> mx.array:
     """Each new token sees the prompt, its parent's line and itself."""
     seen = np.zeros((q_len, k_len), bool)

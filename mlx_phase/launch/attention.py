@@ -168,9 +168,10 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     read in place, or (codes, scales, biases) of it; o [B, Hq, q_len, Dv] of q's dtype.
     The last axis of q, k and v is contiguous, or o is NaN. mask: broadcastable to [B,
     Hq, q_len, k_len], bool (True: attend) or added to the scores. sinks: [Hq]. lens:
-    int32 [B], keys of each batch row that exist, this step's included. Of a joint
-    problem k is [2 B, Hkv, k_len, D], keys and then values, and v None; an array that
-    is not contiguous is copied. ValueError if no kernel supports the problem.
+    int32 [B], keys of each batch row that exist, this step's included; o of no keys is
+    0. Of a joint problem k is [2 B, Hkv, k_len, D], keys and then values, and v None;
+    an array that is not contiguous is copied. ValueError if no kernel supports the
+    problem.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -204,7 +205,8 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     ) -> mx.array:
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
-        chunks = -(-inputs[1].shape[2] // p.chunk)
+        if not (chunks := -(-inputs[1].shape[2] // p.chunk)):
+            return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
         out, ml = kernel(p.kernel, problem.joint)(inputs=inputs, **launch(chunks))
         if chunks == 1:
             return _by_head(out, q_len)
