@@ -11,6 +11,7 @@ from test_sdpa_matrix import form, poisoned
 
 from mlx_phase.launch import prefill_attention
 from mlx_phase.plan_prefill_attention import PrefillPlan, chunks_of
+from mlx_phase.problem import Sdpa
 
 NAN = float("nan")
 
@@ -182,6 +183,15 @@ def test_every_form(dtype, dims, bits, rows, keys):
     """Rows that end inside a tile, keys inside a step; NaN behind the last key."""
     made = case(dims=dims, q_len=19, k_len=45, dtype=dtype, causal=True, **bits)
     made.check_form(rows, keys)
+
+
+@pytest.mark.parametrize("q_len, k_len", [(20, 0), (0, 20), (0, 0)])
+def test_no_keys_or_no_queries(q_len, k_len):
+    run = prefill_attention.prepare(Sdpa(4, 2, 192, 128, q_len=20))
+    k, v = (mx.zeros((1, 2, k_len, d), mx.bfloat16) for d in (192, 128))
+    out = run(mx.ones((1, 4, q_len, 192), mx.bfloat16), k, v, scale=1.0)
+    assert out.shape == (1, 4, q_len, 128) and out.dtype == mx.bfloat16
+    assert not out.any().item()
 
 
 @pytest.mark.cuda

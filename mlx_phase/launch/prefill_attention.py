@@ -73,6 +73,8 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
     ) -> mx.array:
         q_len = q.shape[2]
         k_len = (k if isinstance(k, mx.array) else k[0]).shape[2]
+        if not q_len or not k_len:
+            return mx.zeros((B, H, q_len, DV), dtype)
         chunks = chunks_of(problem, p, q_len, k_len)
         chunk = -(-k_len // (chunks * p.keys)) * p.keys
         numbers = _numbers(scale, problem.window, problem.causal, chunk)
