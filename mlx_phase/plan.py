@@ -45,14 +45,13 @@ class Plan:
 
 
 # Chip family -> (least k_simdgroups, simdgroups a core should have in flight: if not,
-# it becomes 2; if even then not, more). First match wins, the last row is any other
-# chip. H200, 4-bit group 64, fp16, 2026-11-29: 8192 -> 28672 takes 45.2 us with 2 and
-# 48.8 us with 1; 4096 -> 1024 takes 3.5 us with 4 and 5.4 us with 2. Apple: an FMA
-# takes 11.3 cycles (philipturner/metal-benchmarks), so that four chains of them, one a
-# row, fill a scheduler from 3 simdgroups on, and a core has four. More than 2 share no
-# x at M > 4, which costs more than idle slots (docs/counters.md; unmeasured here). CPU:
-# lanes run one after another.
-_FILL = (("CPU", 1, 0, 0), ("Hopper", 2, 8, 8), ("Apple", 1, 12, 6), ("", 1, 24, 24))
+# it doubles). First match wins, the last row is any other chip. H200, 4-bit group 64,
+# fp16, 2026-11-29: 8192 -> 28672 takes 45.2 us with 2 and 48.8 us with 1; 4096 -> 1024
+# takes 3.5 us with 4 and 5.4 us with 2. Apple: with 6, lanes wait for 12 KiB of W at
+# M = 1, twice what bandwidth x latency asks for, and no more is predicted to take less
+# time; a split prepares x for half as many rows (docs/counters.md; unmeasured here).
+# CPU: lanes run one after another.
+_FILL = (("CPU", 1, 0), ("Hopper", 2, 8), ("Apple", 1, 6), ("", 1, 24))
 
 # M up to -> rows. At most ~24 accumulators a lane, or they spill. H200, M = 4:
 # 4096 -> 14336 takes 28.1 us with 4 rows, 29.5 us with 8; unmeasured on Apple.
@@ -66,6 +65,7 @@ _LEAN = ("Apple",)
 # up to 32 accumulators a lane pay. Predicted by counters (docs/counters.md; 11.0 cycles
 # a weight at M = 8 with 4 rows, 12.4 with 2), unmeasured on Apple.
 _LEAN_TILES = ((2, 4, 1), (4, 4, 4), (8, 4, 8), (16, 2, 8))
+MAX_HALVED = 8  # rows of x up to which 4 simdgroups prepare x for 4 rows of W each
 MAX_SHARED = 16  # rows of x, of all that split K, that threadgroup memory has room for
 
 
@@ -107,10 +107,10 @@ def pack_size(problem: Matmul) -> int:
 
 def split_k(problem: Matmul, chip: Chip) -> tuple[int, int]:
     """(k_simdgroups, splits) that fill ``chip`` for this (N, K), whatever M is."""
-    ks, *fill = next(row[1:] for row in _FILL if row[0] in chip.family)
+    ks, fill = next(row[1:] for row in _FILL if row[0] in chip.family)
     tiles = -(-problem.N // 4)
     steps = problem.K // (pack_size(problem) * 32)
-    while ks < 8 and tiles * ks < fill[ks > 1] * chip.gpu_cores and steps >= 2 * ks:
+    while ks < 8 and tiles * ks < fill * chip.gpu_cores and steps >= 2 * ks:
         ks *= 2
     # Splitting over threadgroups costs a second launch: only for grids that leave
     # most cores without a threadgroup.
@@ -149,7 +149,7 @@ def _plan(problem: Matmul, chip: Chip) -> Plan:
     ks, splits = split_k(problem, chip)
     kernel = {"none": "gemv", "affine": "qmv"}.get(problem.mode, "qmv_fp")
     lean = kernel != "gemv" and any(family in chip.family for family in _LEAN)
-    rows, simdgroups = tile(problem.M, ks, lean)
+    rows, simdgroups = tile(problem, ks, chip, lean)
     bound = f"M = {problem.M}: weights read once"
     if simdgroups > 2 * ks:
         bound += f", x widened once for {simdgroups // ks} simdgroups"
@@ -160,11 +160,18 @@ def _plan(problem: Matmul, chip: Chip) -> Plan:
     return Plan(kernel, rows, simdgroups, ks, splits, True, bound, lean=lean)
 
 
-def tile(M: int, ks: int, lean: bool) -> tuple[int, int]:
-    """(rows, simdgroups) at M rows of x if ``ks`` simdgroups split K."""
+def tile(problem: Matmul, ks: int, chip: Chip, lean: bool) -> tuple[int, int]:
+    """(rows, simdgroups) if ``ks`` simdgroups split K."""
+    M = problem.M
     if lean:
         rows, each = next(t[1:] for t in _LEAN_TILES if M <= t[0])
-        if (groups := min(8, each * ks)) > 2 * ks and M * ks <= MAX_SHARED:
+        groups = min(8, each * ks)
+        if M <= MAX_HALVED and groups // 2 > 2 * ks:
+            # Half a tile where it leaves the fullest core fewer rows of one or two.
+            half = rows * groups // 2 // ks
+            most = [-(-problem.N // n // chip.gpu_cores) for n in (half, 2 * half)]
+            groups //= 1 + (most[0] < 2 * most[1] <= 4)
+        if groups > 2 * ks and M * ks <= MAX_SHARED:
             return rows, groups
     return next(r for m, r in _ROWS if M <= m), max(2, ks)
 

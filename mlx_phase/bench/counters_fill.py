@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..chip import Chip, lookup
 from ..counters import LANES, clock_ghz
 from ..plan import Plan, tile
+from ..problem import Matmul
 from .counters_kernels import ours, planned, time
 
 #: Cycles from an FMA to one that needs its sum (philipturner/metal-benchmarks: 11.3 a
@@ -73,7 +74,7 @@ def fills(K: int, N: int, chip: Chip, ks: int) -> list[Fill]:
     """At each M, with the tile that the plan takes if ``ks`` simdgroups split K."""
     found = []
     for M in ROWS:
-        rows, simdgroups = tile(M, ks, True)
+        rows, simdgroups = tile(Matmul(M, N, K), ks, chip, True)
         p = planned(M, chip, K, N)
         p = replace(p, rows=rows, simdgroups=simdgroups, k_simdgroups=ks)
         found.append(Fill(M, K, N, p, chip))
