@@ -84,30 +84,26 @@ METAL_FUNC void get_x(const threadgroup uint* xs, const int g, const int row, co
   read_run<NP>(xs + (g * 4 + col) * NP, b);
 }
 #endif
-// Eight groups of x and of the norm's weight as columns, from `first` on; the last stands in for those that
-// are missing.
-template <typename T, int group, bool NORM>
-struct Columns {
-  PAIR(T) x[group / 8], norm[NORM ? group / 8 : 1];
-};
+// Eight groups of x and of the norm's weight as columns, from `first` on, to [group / 8] each; the last stands
+// in for those that are missing.
 template <typename T, int bits, int group, bool WIDE, bool NORM>
-METAL_FUNC Columns<T, group, NORM> fetch_groups(
-    const device T* x, const device T* nw, const int first, const int end, const uint lane) {
-  Columns<T, group, NORM> f;
+METAL_FUNC void fetch_groups(
+    const device T* x, const device T* nw, const int first, const int end, const uint lane, thread PAIR(T)* to,
+    thread PAIR(T)* norm) {
   const size_t at = (size_t)first * group;
-  fetch_x<T, bits, group, 1, WIDE>(x + at, end - first, group, 0, TILE_ROW(lane), TILE_COL(lane), f.x);
-  if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw + at, end - first, group, 0, TILE_ROW(lane), TILE_COL(lane), f.norm);
-  return f;
+  fetch_x<T, bits, group, 1, WIDE>(x + at, end - first, group, 0, TILE_ROW(lane), TILE_COL(lane), to);
+  if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw + at, end - first, group, 0, TILE_ROW(lane), TILE_COL(lane), norm);
 }
 // They become groups g .. g + 7 of xs.
 template <typename T, int bits, int group, bool NORM, int XS>
-METAL_FUNC void put_groups(const Columns<T, group, NORM> f, threadgroup uint* xs, const int g, const uint lane) {
+METAL_FUNC void put_groups(
+    const thread PAIR(T)* from, const thread PAIR(T)* norm, threadgroup uint* xs, const int g, const uint lane) {
   const int NP = group / 8, P = code_partner<bits>(), row = TILE_ROW(lane), col = TILE_COL(lane);
   PAIR(T) v[NP], n[NORM ? NP : 1], ones[4];
   float sq[2] = {0, 0}, sum[4] = {0, 0, 0, 0};
-  arrange<T, P, 2 * NP>(f.x, v);
+  arrange<T, P, 2 * NP>(from, v);
   if (NORM) {
-    arrange<T, P, 2 * NP>(f.norm, n);
+    arrange<T, P, 2 * NP>(norm, n);
     group_squares<T, NP>(sq, v);
     column_squares<T>(sq, lane);
     UNROLL for (int i = 0; i < NP; i++) v[i] = pair_times<T>(v[i], n[i]);

@@ -70,7 +70,7 @@ METAL_FUNC void code_rows(
   const uint one = code_bits<T>(K);
   const Feed<T, bits, group, R, U> from = feed_at<T, bits, group, R, U>(at, K, lane);
   PAIR(T) ones[4], next_x[AHEAD], next_norm[NORM && !XS ? XU * NP : 1];
-  Columns<T, group, NORM> own;
+  PAIR(T) own[XS ? NP : 1], own_norm[XS && NORM ? NP : 1];
   set_ones<T>(ones);
   UNROLL for (int i = 0; i < R * A; i++) acc[i] = 0;
   UNROLL for (int i = 0; i < (NORM ? A : 1); i++) sq[i] = 0;
@@ -79,7 +79,7 @@ METAL_FUNC void code_rows(
     COPY_NEXT();
   }
   const int first = min(ks, steps - 1) * U;
-  if (XS < 0) own = fetch_groups<T, bits, group, WIDE, NORM>(x, nw, first, groups, lane);
+  if (XS < 0) fetch_groups<T, bits, group, WIDE, NORM>(x, nw, first, groups, lane, own, own_norm);
   UNROLL for (int u = 0; u < (XS ? 0 : XU); u++) {
     fetch_x<T, bits, group, NB, WIDE>(x, M, K, first + u, row, col, next_x + u * NB * NP);
     if (NORM) fetch_x<T, bits, group, 1, WIDE>(nw, 1, K, first + u, row, col, next_norm + u * NP);
@@ -88,9 +88,10 @@ METAL_FUNC void code_rows(
   for (int begin = 0; begin < steps; begin += turn) {
     if (XS > 0) {
       if (begin > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int g = 8 * sg; g < min(XS, groups - begin * U); g += 8 * SG)
-        put_groups<T, bits, group, NORM, XS>(
-            fetch_groups<T, bits, group, WIDE, NORM>(x, nw, begin * U + g, groups, lane), xs, g, lane);
+      for (int g = 8 * sg; g < min(XS, groups - begin * U); g += 8 * SG) {
+        fetch_groups<T, bits, group, WIDE, NORM>(x, nw, begin * U + g, groups, lane, own, own_norm);
+        put_groups<T, bits, group, NORM, XS>(own, own_norm, xs, g, lane);
+      }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     const int end = XS > 0 ? min(begin + turn, steps) : steps;
@@ -100,8 +101,8 @@ METAL_FUNC void code_rows(
         load_stage<T, bits, group, R, U, WIDE>(from, stages + last * SIZE, step + (ST - 1) * KS, lane);
       COPY_NEXT();
       if (XS < 0) {
-        put_groups<T, bits, group, NORM, XS>(own, xs, 0, lane);
-        own = fetch_groups<T, bits, group, WIDE, NORM>(x, nw, next, groups, lane);
+        put_groups<T, bits, group, NORM, XS>(own, own_norm, xs, 0, lane);
+        fetch_groups<T, bits, group, WIDE, NORM>(x, nw, next, groups, lane, own, own_norm);
       }
       COPY_DONE(ST - 1);
       simdgroup_barrier(mem_flags::mem_threadgroup);
