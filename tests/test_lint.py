@@ -38,6 +38,11 @@ HEADERS = [
         "struct S { int a; void f() thread { g(this->a); } };",
     ),
     ("2", "void f() { int a; decltype(a) b; }", "void f() { int a; int b; }"),
+    (
+        "2",
+        "struct S { int a; int f() noexcept { return a; } };",
+        "struct S { PAIR(float) x[4], y; int f() const noexcept { return y.x; } };",
+    ),
     ("3", "threadgroup float shared[32];", "void f(threadgroup float* shared) {}"),
     (
         "3",

@@ -223,10 +223,18 @@ def _threadgroup(parsed: Text) -> _Found:
             yield "3", token.line, "threadgroup variables take no initialiser"
 
 
+# What may stand between a member function's parameters and its body.
+_BEHIND = ("const", "volatile", "noexcept", "override", "final")
+
+
 def _members(parsed: Text) -> _Found:
     tokens = parsed.tokens
     for f in parsed.functions:
         if not f.owner or f.name == f.owner:
+            continue
+        # A macro that stands for a type, `PAIR(T) x;`, has a name behind it.
+        behind = tokens[f.close + 1].text
+        if behind.isidentifier() and behind not in (*SPACES, *_BEHIND):
             continue
         first = skip_template(tokens, f.start, f.open)
         head = [t.text for t in tokens[first : f.open]]
