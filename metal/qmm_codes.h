@@ -71,7 +71,7 @@ METAL_FUNC void code_rows(
   const Feed<T, bits, group, R, U> from = feed_at<T, bits, group, R, U>(at, K, lane);
   PAIR(T) ones[4], next_x[AHEAD], next_norm[NORM && !XS ? XU * NP : 1];
   PAIR(T) own[XS ? NP : 1], own_norm[XS && NORM ? NP : 1];
-  set_ones<T>(ones);
+  if (!XS) set_ones<T>(ones);
   UNROLL for (int i = 0; i < R * A; i++) acc[i] = 0;
   UNROLL for (int i = 0; i < (NORM ? A : 1); i++) sq[i] = 0;
   UNROLL for (int i = 0; i < ST - 1; i++) {

@@ -27,11 +27,13 @@ CASES = (
     ("qmm_codes", (_one(16, "float16", 8, 32),), ()),
     ("qmm_codes", (_one(9, "float32", 4, 128),), ()),
     ("qmm_codes_add", (_one(8, N=14336),), ()),
+    ("qmm_codes_add", (_one(1, "float16", 8),), ()),
     ("qmm_codes_glu", (_one(N=14336),) * 2, ("silu", EPS)),
     ("qmm_codes_glu", (_one(16, "float16", 8),) * 2, ("gelu_approx", None)),
     ("qmm_codes_qkv", _three(), (ROTARY, EPS)),
     ("qmm_codes_qkv", _three(12, "float16", 8, 128), (NEIGHBOURS, None)),
     ("qmm_codes_qkv_bias", _three(4), (ROTARY, EPS)),
+    ("qmm_codes_qkv_bias", _three(1, bits=8), (ROTARY, EPS)),
 )
 
 #: The kernels that these rows reach.
