@@ -62,8 +62,8 @@ _ROWS = ((4, 4), (8, 2), (16, 1))
 # shuffles cost the emulation more, from 4 rows on it takes twice the time.
 _LEAN = ("Apple",)
 # M up to -> rows, simdgroups for each that splits K: more than 2 of them share x, and
-# up to 32 accumulators a lane pay. Predicted by counters (docs/counters.md; 11.0 cycles
-# a weight at M = 8 with 4 rows, 12.4 with 2), unmeasured on Apple.
+# up to 32 accumulators a lane pay. Predicted by counters (docs/counters.md; 10.8 cycles
+# a weight at M = 8 with 4 rows, 12.3 with 2), unmeasured on Apple.
 _LEAN_TILES = ((2, 4, 1), (4, 4, 4), (8, 4, 8), (16, 2, 8))
 MAX_HALVED = 8  # rows of x up to which 4 simdgroups prepare x for 4 rows of W each
 MAX_SHARED = 16  # rows of x, of all that split K, that threadgroup memory has room for

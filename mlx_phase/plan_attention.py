@@ -77,12 +77,11 @@ _TILES = (
 # tiles. Codes of long heads have a ring of threadgroup memory for each simdgroup: 8
 # bits leave room for two. H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of
 # both launches at 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt):
-# plain 9.5 / 15.1 / 39.5 / 138 (an earlier text with chunk 512: 13.2 / 16.3 / 39.5 /
-# 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 81
-# (chunk 512: 12.5 / 14.1 / 25.6; 4 simdgroups, one tile: 9.4 / 12.8 / 27.1); 4 bits 9.6
-# / 11.0 / 18.7 / 53.0 and 10.3 / 12.7 / 30.3 for 4 queries (2 simdgroups: 11.6 / 12.4 /
-# 17.7 / 50.9 and 13.0 / 14.3 / 26.9; these and chunk 256: 9.3 / 11.1 / 18.4 / 54.9 and
-# 10.6 / 13.8 / 31.1; chunk 256: 8.5 / 10.7 / 20.3).
+# plain 9.5 / 15.1 / 39.5 / 137.9 (an earlier text with chunk 512: 13.2 / 16.3 / 39.5 /
+# 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 82.8
+# (chunk 512: 12.5 / 14.1 / 25.6 / 78.2; 4 simdgroups, one tile: 9.4 / 12.8 / 27.1 /
+# 82.4); 4 bits 9.6 / 11.0 / 18.7 / 51.8 (2 simdgroups: 11.6 / 12.4 / 17.7 / 50.6; these
+# and chunk 256: 9.3 / 11.1 / 18.4 / 54.2; chunk 256: 8.5 / 10.7 / 20.3 / 56.4).
 _MATRIX = (
     (64, 4, 64, 512, 32, 4, 16),
     (64, 8, 64, 256, 32, 4, 16),
@@ -180,8 +179,9 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
     if ahead:
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
         coded = kernel.endswith("_codes")
-        # 8 bits and one block of rows: 128k keys take 81.3 us with 8, 84.4 with 12; 32k
-        # keys and 4 queries of 32/8 heads 38.1 and 34.6.
+        # 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8
+        # heads: 34.8 us in a sweep, 38.5 with 8 and the text before. One block: 82.8
+        # and 81.9 at 128k keys.
         few = G * p.q_len <= 8
         full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4 and few)
         full = full or rows > 8 or dim > 128

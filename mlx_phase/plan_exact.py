@@ -28,18 +28,18 @@ STAGES = 2
 # Chip family -> least N of a launch that matrix units compute for every M, codes as
 # they are; first match wins, no row: never. Where matrices run on the FMA pipes
 # (Apple7-9) eight rows cost as much as one, so M = 1 would pay for them. H200, 4-bit
-# group 64, bf16, cold weights, us: 4096 -> 14336 takes 13.8 at M = 1 (qmv 14.0), 14.2
-# at M = 8; 4096 -> 1024 took 5.1 (qmv 3.6) when x did not lie ready: bench/results/
-# h200-small-m-sweep.txt.
+# group 64, bf16, cold weights: 4096 -> 14336 takes 13.8 us at M = 1 and 14.2 at M = 8,
+# qmv 14.0 at M = 1 in an earlier run; 4096 -> 1024 took 5.1 (qmv 3.6) when x did not
+# lie ready: bench/results/h200-small-m-sweep.txt.
 _FROM = (("Hopper", 2048),)
 
 # (least N, least K) -> k_simdgroups, groups a step, tiles of a threadgroup for one row
 # of x, rows of W of a simdgroup for more; first match wins. One row lies ready in
 # threadgroup memory, with 16 rows of W a simdgroup: fewer registers, so more of them at
-# a time. H200, bf16, 4-bit group 64, cold, 2026-11-30, us at M = 1 / 8 / 16: 8192 ->
-# 28672 takes 38.6 / 48.3 / 67.1 with (2, 4) and 47.9 / 54.9 / 72.8 with (4, 2). At M of
-# 1 / 4 / 16: 14336 -> 4096 12.5 / 13.6 / 19.6 with (8, 4), 14.0 / 16.2 / 19.8 with
-# (4, 4), 11.7 / 14.9 / 27.4 with (4, 8): bench/results/h200-small-m-sweep.txt.
+# a time. H200, bf16, 4-bit group 64, cold, 2026-11-30, one run, us at M = 1 / 8: 8192
+# -> 28672 takes 38.7 / 48.3 with (2, 4), 46.3 / 54.9 with (4, 2); at M = 1 / 4 / 16
+# 14336 -> 4096 takes 12.5 / 13.6 / 19.6 with (8, 4), 11.7 / 14.9 / 27.4 with (4, 8),
+# and in another run 14.0 with (4, 4): bench/results/h200-small-m-sweep.txt.
 _TILES = ((8192, 0, 2, 4, 2, 32), (0, 4097, 8, 4, 1, 16), (0, 0, 4, 4, 1, 16))
 _READY = 2048  # elements of x that simdgroups make ready together
 
