@@ -123,8 +123,9 @@ METAL_FUNC void code_columns(
 
 // k or v at a kv head: DIM plain T, or codes of B bits in groups of G. LANES lanes share a row: one
 // has N runs of RUN elements, NW words each, of which U become operands at once. Runs number i of
-// all lanes are in one group. RING: those of a lane are in all chunks of 16 bytes.
-template <typename T, int B, int G, int DIM, int LANES, bool RING>
+// all lanes are in one group. RING: those of a lane are in all chunks of 16 bytes. RECENT: the last
+// rows lie elsewhere (sdpa_recent.h).
+template <typename T, int B, int G, int DIM, int LANES, bool RING, bool RECENT>
 struct Rows {
   static constexpr constant bool CODED = B < 16;
   static constexpr constant int MOST = CODED && G * B < LANES * 128 ? G / LANES : 128 / B;
@@ -139,22 +140,26 @@ struct Rows {
   const device uchar* scales;
   const device uchar* biases;
   int stride, scale_stride, bias_stride;  // in bytes, negative where rows run backwards
+  Recent<T, DIM> recent;
   // Is each row behind the one before.
   METAL_FUNC bool dense() const { return stride == WORDS * 4 && scale_stride == int(NG * sizeof(T)) && bias_stride == scale_stride; }
 
-  // The share of lane `part` in row `key`: w [N][NW].
+  // The share of lane `part` in a row: w [N][NW].
   template <bool WIDE>
-  METAL_FUNC void load_words(const int key, const int part, thread uint* w) const {
-    const device uchar* p = data + (size_t)key * stride + part * BYTES;
+  static METAL_FUNC void load_words(const device uchar* row, const int part, thread uint* w) {
+    const device uchar* p = row + part * BYTES;
     EACH(i, N) {
       const device uchar* run = p + i * (LANES * BYTES);
       if (BYTES == 2) w[i] = *(const device ushort*)run;
       else load_run<NW, WIDE>((const device conditional_t<CODED, uint, T>*)run, w + i * NW);
     }
   }
-  METAL_FUNC void load(const int key, const int part, const bool wide, thread uint* w) const {
-    if (wide) load_words<true>(key, part, w);
-    else load_words<false>(key, part, w);
+  // end: rows before it are loaded at once. Until it is behind the cache, no row is looked for elsewhere.
+  METAL_FUNC void load(const int key, const int part, const bool wide, const int end, thread uint* w) const {
+    const device uchar* row = data + (size_t)key * stride;
+    if (RECENT && end > recent.held && key >= recent.held) row = (const device uchar*)recent_row<DIM>(RECENT_OF(recent), key);
+    if (wide) load_words<true>(row, part, w);
+    else load_words<false>(row, part, w);
   }
   // Scales and biases of row `key`: [2][NS].
   METAL_FUNC void load_sb(const int key, const bool wide, thread uint* w) const {

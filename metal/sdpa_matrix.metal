@@ -8,7 +8,7 @@
 // AHEAD: what a step needs is asked for a step before. Without, a lane has room for it in 128 registers.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
-          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD>
+          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD, bool RECENT = false>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
   // Bits of the codes, if there are any.
@@ -27,8 +27,8 @@ struct SdpaMatrix {
   // Two biases of K of a key are a pair of an operand, which meets their sums of q in three parts.
   static constexpr constant bool PAIRED = RING && D / KG == 2 && is_same_v<T, bfloat>;
 
-  typedef Rows<T, KB, KG, D, 4, RING> K;
-  typedef Rows<T, VB, VG, DV, 8, RING> V;
+  typedef Rows<T, KB, KG, D, 4, RING, RECENT> K;
+  typedef Rows<T, VB, VG, DV, 8, RING, RECENT> V;
   typedef Ring<T, K, V, UK, ST> Steps;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
@@ -62,7 +62,7 @@ struct SdpaMatrix {
       const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(h, 2 * UK) {
       const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
-      k.load(mine, TILE_COL(at.lane), wide, w + h * K::N * K::NW);
+      k.load(mine, TILE_COL(at.lane), wide, key + 16 * UK, w + h * K::N * K::NW);
       k.load_sb(mine, wide, sb + h * 2 * K::NS);
     }
   }
@@ -71,7 +71,7 @@ struct SdpaMatrix {
   static METAL_FUNC void load_values(
       const thread V& v, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(i, 4 * UK)
-      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, w + i * V::N * V::NW);
+      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, key + 16 * UK, w + i * V::N * V::NW);
     EACH(h, 2 * UK) v.load_sb(min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), wide, sb + h * 2 * V::NS);
   }
 
@@ -364,9 +364,9 @@ const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0};
+    (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0, {}};
 const typename X::V vr = {
-    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, int(v_strides[2] * sizeof(v[0])), 0, 0};
+    (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), nullptr, nullptr, int(v_strides[2] * sizeof(v[0])), 0, 0, {}};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
@@ -385,10 +385,10 @@ const Place at = place<CHUNK, W, WINDOW>(
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
-    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), int(k_strides[2] * sizeof(k[0])), int(ks_strides[2] * sizeof(T)), int(kb_strides[2] * sizeof(T))};
+    (const device uchar*)(kb + at.b * kb_strides[0] + at.kv * kb_strides[1]), int(k_strides[2] * sizeof(k[0])), int(ks_strides[2] * sizeof(T)), int(kb_strides[2] * sizeof(T)), {}};
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
-    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T))};
+    (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T)), {}};
 const bool wide = int(even(q, q_strides)) & int(even(k, k_strides)) & int(even(v, v_strides)) &
     int(even_scales<typename X::K>(ks, ks_strides)) & int(even_scales<typename X::K>(kb, kb_strides)) &
     int(even_scales<typename X::V>(vs, vs_strides)) & int(even_scales<typename X::V>(vb, vb_strides));

@@ -62,7 +62,7 @@ METAL_FUNC void fold(thread float* s, const uint lane) {
 }
 
 template <typename T, int D, int DV, int KB, int KG, int VB, int VG, int L, int U, int R, int KP,
-          int W, int CHUNK, int MASK, bool SINKS, bool DIRECT>
+          int W, int CHUNK, int MASK, bool SINKS, bool DIRECT, bool RECENT = false>
 struct Sdpa {
   // Keys of a simdgroup at once; keys of the simdgroups that share a chunk between two updates.
   static constexpr constant int NG = 32 / L, STEP = KP * U * NG;
@@ -83,6 +83,7 @@ struct Sdpa {
     const device T* scales;
     const device T* biases;
     int stride, scale_stride, bias_stride;
+    Recent<T, DIM> recent;
 
     // The lane's j-th pack: neighbours read neighbouring 16 bytes of a plain row, a lane's codes
     // lie together. And is there such a pack.
@@ -95,10 +96,9 @@ struct Sdpa {
     METAL_FUNC void load(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
       EACH(u, U) {
         const int i = min(key + u * NG, last);
-        const size_t at = (size_t)i * stride;
         if (B < 16) {
           if (has(l * NP)) {
-            load_words<NP * NW, WIDE>((const device uint*)data + at + l * NP * NW, w + u * NP * NW);
+            load_words<NP * NW, WIDE>((const device uint*)data + (size_t)i * stride + l * NP * NW, w + u * NP * NW);
             EACH(j, NS) {
               const uint g = (l * NP + j * NP / NS) * 8 / G;
               s[u * NS + j] = scales[(size_t)i * scale_stride + g];
@@ -106,8 +106,10 @@ struct Sdpa {
             }
           }
         } else {
+          const device T* row = (const device T*)data + (size_t)i * stride;
+          if (RECENT && i >= recent.held) row = recent_row<DIM>(RECENT_OF(recent), i);
           EACH(j, NP) {
-            const device T* p = (const device T*)data + at + pack(l, j) * 8;
+            const device T* p = row + pack(l, j) * 8;
             if (has(pack(l, j))) {
               if (WIDE) load_words<NW, true>((const device uint*)p, w + (u * NP + j) * NW);
               else load_narrow(p, w + (u * NP + j) * NW);
@@ -364,9 +366,9 @@ const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
-    k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, int(k_strides[2]), 0, 0};
+    k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, int(k_strides[2]), 0, 0, {}};
 const typename X::V vr = {
-    v + at.b * v_strides[0] + at.kv * v_strides[1], v, v, int(v_strides[2]), 0, 0};
+    v + at.b * v_strides[0] + at.kv * v_strides[1], v, v, int(v_strides[2]), 0, 0, {}};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(
@@ -383,10 +385,10 @@ const Place at = place<CHUNK, W, WINDOW>(
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     k + at.b * k_strides[0] + at.kv * k_strides[1], ks + at.b * ks_strides[0] + at.kv * ks_strides[1], kb + at.b * kb_strides[0] + at.kv * kb_strides[1],
-    int(k_strides[2]), int(ks_strides[2]), int(kb_strides[2])};
+    int(k_strides[2]), int(ks_strides[2]), int(kb_strides[2]), {}};
 const typename X::V vr = {
     v + at.b * v_strides[0] + at.kv * v_strides[1], vs + at.b * vs_strides[0] + at.kv * vs_strides[1], vb + at.b * vb_strides[0] + at.kv * vb_strides[1],
-    int(v_strides[2]), int(vs_strides[2]), int(vb_strides[2])};
+    int(v_strides[2]), int(vs_strides[2]), int(vb_strides[2]), {}};
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool along = q_strides[3] == 1 && k_strides[3] == 1 && v_strides[3] == 1;
 X::run(

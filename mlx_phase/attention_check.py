@@ -79,16 +79,33 @@ def canary(p: Sdpa, seed: int = 0) -> dict[str, object]:
 
 
 def caches(p: Sdpa, inputs: dict[str, object]) -> tuple:
-    """k and v of `canary` as the launcher takes them."""
-    k, v = inputs["k"], inputs["v"]
-    if not p.joint:
-        return k, v
-    kv = mx.concatenate([k, v])
-    return _padded(kv) if p.lens else kv, None
+    """k, v and lens of `canary` as the launcher takes them."""
+    k, v, lens = inputs["k"], inputs["v"], inputs["lens"]
+    return joint(p, k, v, lens) if p.joint else (k, v, lens)
 
 
-def _padded(a: mx.array) -> mx.array:
-    spare = (*a.shape[:2], SPARE, a.shape[3])
+def joint(
+    p: Sdpa, k: mx.array, v: mx.array, lens: mx.array | list[int], recent: int = 5
+) -> tuple:
+    """Arrays, None and lens of a joint problem with keys and values [B, Hkv, k_len, D].
+
+    ``recent`` tokens before the step lie beside the cache, or as many as there are.
+    Behind the keys of each array is NaN.
+    """
+    ends, parts = [int(n) for n in lens], []
+    held = [max(0, end - p.q_len - recent) for end in ends]
+    for i, row in enumerate(mx.concatenate([k, v])[:, None]):
+        end, at = ends[i % p.batch], held[i % p.batch]
+        now = max(0, end - p.q_len)
+        kept = _padded(row[:, :, :at], k.shape[2] - at + SPARE)
+        before = _padded(row[:, :, at:now], recent - (now - at) + p.q_len)
+        parts.append((kept, before, row[:, :, now : now + p.q_len]))
+    arrays = [mx.concatenate(column) for column in zip(*parts, strict=True)]
+    return arrays, None, mx.array([ends, held], mx.int32)
+
+
+def _padded(a: mx.array, spare: int = SPARE) -> mx.array:
+    spare = (*a.shape[:2], spare, a.shape[3])
     bad = mx.full(spare, float("nan") if a.dtype != mx.uint32 else 0, a.dtype)
     return mx.concatenate([a, bad], axis=2)
 
@@ -143,9 +160,12 @@ def _run(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
 
 def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     inputs, scale = canary(p), p.head_dim**-0.5
-    arrays = {k: inputs[k] for k in ("mask", "sinks", "lens")}
-    call = prepare(p, chosen)
-    o = call(inputs["q"], *caches(p, inputs), scale=scale, **arrays)
+    k, v, lens = caches(p, inputs)
+    more = {"scale": scale, "sinks": inputs["sinks"], "lens": lens}
+    if p.joint:
+        o, _ = prepare(p, chosen)(inputs["q"], k, v, **more)
+    else:
+        o = prepare(p, chosen)(inputs["q"], k, v, mask=inputs["mask"], **more)
     o = np.array(o.astype(mx.float32))
     right = attention(p, inputs, scale)
     dense = attention(p, inputs, scale, p.dtype)

@@ -99,7 +99,7 @@ def route(
     q, k, v, mask=None, sinks=None, group_size=64, bits=8, lens=None, joint=False
 ) -> Route:
     """Check the arguments of an attention and choose who computes it. joint: k and v
-    are the halves of one array.
+    stand for a joint cache.
 
     Raises one ValueError (TypeError: not an array), before anything is launched, for
     arguments that do not belong together (`check_attention`).
@@ -177,26 +177,35 @@ def kernel_route(problem: Sdpa, key: tuple | None = None) -> Route:
 
 
 def attend(
-    q, k, v, *, scale, mask=None, sinks=None, group_size=64, bits=8, lens=None, kv=None
+    q, k, v, *, scale, mask=None, sinks=None, group_size=64, bits=8, lens=None
 ) -> mx.array | None:
     """The kernels' result, or None where stock has to serve; counted either way.
 
-    Arguments as `sdpa`; lens int32 [B]: keys there are, of the k_len that k holds; kv:
-    the array [2 B, Hkv, k_len, D] that k and v are the halves of, or None.
+    Arguments as `sdpa`; lens int32 [B]: keys there are, of the k_len that k holds.
     """
-    given = mask, sinks, group_size, bits, lens
-    more = {"scale": scale, "sinks": sinks, "lens": lens}
-    array = None if isinstance(mask, str) else mask
-    if kv is not None and array is None:
-        found = route(q, k, v, *given, True)
-        if found.launch is not None:
-            found.calls += 1
-            return found.launch(q, kv, None, **more)
-    found = route(q, k, v, *given)
+    found = route(q, k, v, mask, sinks, group_size, bits, lens)
     found.calls += 1
     if found.launch is None:
         return None
-    return found.launch(q, k, v, mask=array, **more)
+    array = None if isinstance(mask, str) else mask
+    return found.launch(q, k, v, scale=scale, mask=array, sinks=sinks, lens=lens)
+
+
+def attend_joint(
+    q, k, v, arrays, *, scale, mask=None, sinks=None, lens
+) -> tuple[mx.array, mx.array] | None:
+    """The result over a joint cache and its next recent keys; None: no kernel.
+
+    k and v: all keys and values [B, Hkv, k_len, D], of which only the form is looked
+    at; arrays, lens: of a joint problem (`launch.attention.prepare`).
+    """
+    if isinstance(mask, mx.array):
+        return None
+    found = route(q, k, v, mask, sinks, lens=lens, joint=True)
+    if found.launch is None:
+        return None
+    found.calls += 1
+    return found.launch(q, arrays, None, scale=scale, sinks=sinks, lens=lens)
 
 
 def sdpa(

@@ -36,11 +36,18 @@ def attend(
     "causal", aligned to the last key, or an array over all of k. Gives [B, Hq, L, Dv];
     stock where no kernel serves.
     """
-    cache.unread, lens = False, cache.position.lens
+    cache.unread, lens = False, cache.lens
     options = {"scale": scale, "sinks": sinks}
     coded = {"group_size": group_size, "bits": bits}
-    keys = {"mask": mask, "lens": lens, "kv": cache.joint(k, v)}
-    o = attention_ops.attend(q, k, v, **keys, **options, **coded)
+    if (arrays := cache.joint(k, v)) is not None:
+        more = {"mask": mask, "lens": cache.position.lens}
+        both = attention_ops.attend_joint(q, k, v, arrays, **more, **options)
+        if both is not None:
+            o, cache.recent = both
+            return o
+        # To have all keys in one place takes a copy of them.
+        cache.came_apart = True
+    o = attention_ops.attend(q, k, v, mask=mask, lens=lens, **options, **coded)
     if o is not None:
         return o
     if not isinstance(k, mx.array):

@@ -70,7 +70,7 @@ class Group:
         at, keys = kind.place(first, L)
         numbers = (
             mx.array([*range(at, at + L)], mx.int32),
-            mx.array([keys] * B, mx.int32),
+            kind.lens(first, B, keys),
         )
         return [*numbers, *kind.starts(first), *kind.all_buffers(self.caches)]
 

@@ -1,7 +1,8 @@
 """Keys and values of a cache in one array, for as long as only traced steps use them.
 
-One write then serves both. Code of mlx-lm sees keys and values as ever: whoever asks
-such a cache for them, or for what is made of them, makes a plain cache of it again.
+Those of the last tokens lie beside it, so that most steps write to no cache. Code of
+mlx-lm sees keys and values as ever: whoever asks such a cache for them, or for what is
+made of them, makes a plain cache of it again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from .class_swap import mixed
+from .step_cache import RECENT
 
 # A cache that is asked within so many tokens of a step, so many times in a row, stays
 # plain: to join it copies all of it.
@@ -33,8 +35,9 @@ def _held(name: str) -> property:
 class _Joint:
     """Mixed into a cache's class by :func:`join`.
 
-    kv [2 B, Hkv, length, D]: keys, then values. since: its offset when it was joined,
-    and by which thread.
+    kv [2 B, Hkv, length, D]: keys, then values, those of the first ``held`` tokens;
+    recent [2 B, Hkv, RECENT, D]: of the tokens after these. since: its offset when it
+    was joined, and by which thread.
     """
 
     keys, values = _held("keys"), _held("values")
@@ -50,21 +53,36 @@ class _Joint:
 JOINT = mixed(_Joint, KVCache)
 
 
+def forget_trimmed(c: Any) -> None:
+    """Count the keys that the array holds: trimming takes the last, wherever they are."""
+    c.held = min(c.held, c.offset)
+
+
+def settle(c: Any) -> None:
+    """Write the recent keys and values of a joint cache to its array."""
+    forget_trimmed(c)
+    if (held := c.held) < c.offset:
+        c.kv[:, :, held : c.offset] = c.recent[:, :, : c.offset - held]
+        c.held = c.offset
+
+
 def part(c: Any) -> Any:
     """Make a joint cache the plain one that it was; gives the cache."""
     own = vars(c)
     with USING:
         # A cache that is just made, as by `type(c).from_state`, has none.
-        if (kv := own.get("kv")) is not None:
+        if "kv" in own:
+            settle(c)
             # Arrays of their own, so that each can be written in place.
-            halves, (since, thread) = [*map(mx.contiguous, mx.split(kv, 2))], c.since
+            halves, (since, thread) = [*map(mx.contiguous, mx.split(c.kv, 2))], c.since
             if thread != threading.get_ident():
                 # No other thread evaluates what is to be done on a stream of this one.
                 mx.eval(halves)
             own["keys"], own["values"] = halves
             _asked[c] = _asked.get(c, 0) + 1 if c.offset - since < SOON else 0
         c.__class__ = KVCache
-        own.pop("kv", None), own.pop("since", None)
+        for name in ("kv", "recent", "held", "since"):
+            own.pop(name, None)
     return c
 
 
@@ -75,6 +93,8 @@ def join(c: Any) -> None:
         return
     if _asked.get(c, 0) < TIMES:
         c.kv, c.since = mx.concatenate([k, v]), (c.offset, threading.get_ident())
+        room = (*c.kv.shape[:2], RECENT, c.kv.shape[3])
+        c.recent, c.held = mx.zeros(room, c.kv.dtype), c.offset
         c.__class__ = JOINT
         del vars(c)["keys"], vars(c)["values"]
 

@@ -20,8 +20,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .cache_joint import JOINT
+from .cache_joint import JOINT, forget_trimmed, settle
 from .step_cache import (
+    RECENT,
     BatchRotatingStep,
     BatchStep,
     JointStep,
@@ -101,6 +102,10 @@ class Kind:
         """Where the step's first key goes, and the keys there are after the step."""
         return c.offset, c.offset + L
 
+    def lens(self, c: Any, B: int, keys: int) -> mx.array:
+        """`Position.lens`."""
+        return mx.array([keys] * B, mx.int32)
+
     def starts(self, c: Any) -> list[mx.array]:
         """`Position.start`, then `Position.left` where there is padding."""
         return [mx.array(c.offset, mx.int32)]
@@ -130,7 +135,7 @@ class Kind:
 class _Joint(Kind):
     # Most caches of most steps: their methods on many take no call for each.
     view = JointStep
-    _state = attrgetter("offset", "kv.shape")
+    _state = attrgetter("offset", "held", "kv.shape")
 
     def state(self, c: Any, L: int) -> tuple | None:
         return self._state(c)
@@ -142,20 +147,23 @@ class _Joint(Kind):
         return False
 
     def room(self, c: Any, L: int) -> None:
+        forget_trimmed(c)
+        if c.offset + L - c.held > RECENT:
+            settle(c)
         if more := _room(c.kv.shape[2], c.offset + L, c.step):
             c.kv = _extended(c.kv, more)
 
-    def buffers(self, c: Any) -> Sequence[mx.array]:
-        return (c.kv,)
+    def lens(self, c: Any, B: int, keys: int) -> mx.array:
+        return mx.array([[keys] * B, [c.held] * B], mx.int32)
 
-    def all_buffers(self, caches: Sequence[Any]) -> list[mx.array]:
-        return [c.kv for c in caches]
+    def buffers(self, c: Any) -> Sequence[mx.array]:
+        return c.kv, c.recent
 
     def all_done(
         self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
     ) -> None:
-        for c, kv in zip(caches, arrays, strict=True):
-            c.kv = kv
+        for c, kv, recent in zip(caches, arrays[::2], arrays[1::2], strict=True):
+            c.kv, c.recent = kv, recent
             c.offset += L
 
 

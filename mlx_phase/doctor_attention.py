@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import mlx.core as mx
 
-from .attention_check import caches, canary, check, small
+from .attention_check import canary, check, joint, small
 from .doctor_kernels import Examined, examined
 from .launch.attention import prepare
 from .launch.matmul import device_chip
@@ -51,9 +53,10 @@ def rows(quick: bool) -> list[Sdpa]:
         cases = product(sizes, DTYPE_BYTES, caches)
     found = [p for p in (_row(*case) for case in cases) if supports_sdpa(p) is None]
     chip = device_chip()
-    joint = [replace(p, joint=True) for p in (found[1:2] if quick else found)]
+    one = {"joint": True, "lens": True}
+    one_array = [replace(p, **one) for p in (found[1:2] if quick else found)]
     prompts = [replace(p, q_len=PROMPT) for p in (found[1:3] if quick else found)]
-    found += [p for p in joint if supports_sdpa(p) is None]
+    found += [p for p in one_array if supports_sdpa(p) is None]
     for p in [*found]:
         wide = replace(p, q_heads=2 * p.q_heads)
         if plan_sdpa(wide, chip).kernel != plan_sdpa(p, chip).kernel:
@@ -85,20 +88,30 @@ def examine(problem: Sdpa, clock=time.perf_counter) -> Examined:
 def _exact(problem: Sdpa, clock) -> tuple[bool, float]:
     """(each query as alone, on the keys up to its own; milliseconds of a launch)."""
     p = small(problem, plan_sdpa(problem, device_chip()))
-    inputs, scale = canary(p), p.head_dim**-0.5
-    q, (k, v) = inputs["q"], caches(p, inputs)
-    run, alone = prepare(p), prepare(replace(p, q_len=1, causal=False))
-    whole = run(q, k, v, scale=scale)
+    inputs = canary(p)
+    run = _call(p, inputs, slice(None), p.k_len)
+    whole = run()
     mx.eval(whole)
     start = clock()
-    mx.eval(run(q, k, v, scale=scale))
+    mx.eval(run())
     ms = 1e3 * (clock() - start)
     for i in range(p.q_len):
-        keys = p.k_len - p.q_len + 1 + i
-        o = alone(q[:, :, i : i + 1], _first(k, keys), _first(v, keys), scale=scale)
-        if not mx.array_equal(o, whole[:, :, i : i + 1], equal_nan=True).item():
+        rows, keys = slice(i, i + 1), p.k_len - p.q_len + 1 + i
+        o = _call(replace(p, q_len=1, causal=False), inputs, rows, keys)()
+        if not mx.array_equal(o, whole[:, :, rows], equal_nan=True).item():
             return False, ms
     return True, ms
+
+
+def _call(p: Sdpa, inputs: dict, rows: slice, keys: int) -> Callable[[], mx.array]:
+    """Attention of some queries of `canary` over its first keys."""
+    run, q, scale = prepare(p), inputs["q"][:, :, rows], p.head_dim**-0.5
+    k, v = inputs["k"], inputs["v"]
+    if not p.joint:
+        return partial(run, q, _first(k, keys), _first(v, keys), scale=scale)
+    arrays, _, lens = joint(p, k, v, [keys] * p.batch)
+    mx.eval(arrays)
+    return lambda: run(q, arrays, None, scale=scale, lens=lens)[0]
 
 
 def _time(problem: Sdpa, clock) -> float:
@@ -112,8 +125,6 @@ def _time(problem: Sdpa, clock) -> float:
 
 
 def _first(cache, keys: int):
-    if cache is None:
-        return None
     if isinstance(cache, mx.array):
         return cache[:, :, :keys]
     return tuple(a[:, :, :keys] for a in cache)

@@ -131,6 +131,8 @@ def supports_form(problem: Sdpa) -> str | None:
         p.mask != "none" or dims[0] != dims[1] or min(p.k_bits, p.v_bits) < 16
     ):
         return "keys and values in one array are plain, of one head dim, without a mask"
+    if p.joint and not p.lens:
+        return "keys in one array with recent ones beside it are counted on the device"
     return None
 
 

@@ -18,6 +18,10 @@ from .rotary import Rope, angles, same_rope
 
 Packed = tuple[mx.array, mx.array, mx.array]
 
+# Tokens whose keys may lie beside a joint cache: more are written less often, but each
+# step copies those there are.
+RECENT = 32
+
 
 class Untraceable(RuntimeError):
     """A model asks its cache for something that a fixed trace cannot give."""
@@ -27,7 +31,8 @@ class Position:
     """Where a step's tokens go, shared by the layers of one trace that agree on it.
 
     index: int32 [length], where in the buffers the step's keys go. lens: int32 [batch],
-    keys that exist after it. start: int32 position of the first token for rotary
+    keys that exist after it; for joint caches [2, batch], and those of them that lie in
+    their one array. start: int32 position of the first token for rotary
     embeddings, a scalar or one for each sequence [batch]. left: int32 [batch], keys at
     the left that are padding, or None.
     """
@@ -72,7 +77,7 @@ class Position:
 class StepCache:
     """One layer's cache inside the trace; stands in for ``KVCache``."""
 
-    # Keys and values of one array were written from two, which is a launch more.
+    # A joint cache costs more than two arrays here.
     came_apart = False
 
     def __init__(self, buffers: Sequence[mx.array], position: Position):
@@ -102,8 +107,13 @@ class StepCache:
         """Keys that the buffers have room for."""
         return self.buffers()[0].shape[2]
 
+    @property
+    def lens(self) -> mx.array:
+        """Keys that exist after the step, int32 [batch]."""
+        return self.position.lens
+
     def joint(self, keys: mx.array | Packed, values: mx.array | Packed):
-        """The array that has these keys and values as its halves, if there is one."""
+        """The arrays of a joint problem that stand for these, if there are any."""
         return None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
@@ -128,25 +138,47 @@ class StepCache:
 
 
 class JointStep(StepCache):
-    """The same with keys and values in one array [2 B, Hkv, length, D]."""
+    """The same for joint caches: kv [2 B, Hkv, length, D], keys and then values, and
+    recent [2 B, Hkv, RECENT, D], which goes on where those that kv holds end.
+
+    A step leaves kv as it is: attention gets its keys beside it and gives the next
+    recent ones. Whole keys and values are made for who asks for them alone.
+    """
 
     def __init__(self, buffers: Sequence[mx.array], position: Position):
-        (self.kv,) = buffers
-        super().__init__(mx.split(self.kv, 2), position)
-        self._halves = self.keys, self.values
+        self.kv, self.recent = buffers
+        self.position, self.unread = position, False
+        self.held = position.lens[1, 0]
+        self._arrays: tuple[mx.array, ...] | None = None
+        self._halves = self.keys, self.values = self._merged(position.start)
+
+    def _merged(self, end: mx.array) -> list[mx.array]:
+        """Whole keys and values, those before ``end``."""
+        at = mx.arange(self.kv.shape[2]) - self.held
+        recent = mx.take(self.recent, mx.clip(at, 0, RECENT - 1), axis=2)
+        there = (at >= 0) & (at < end - self.held)
+        return mx.split(mx.where(there[:, None], recent, self.kv), 2)
 
     def buffers(self) -> list[mx.array]:
-        """The array it was made of, with the step's keys in it."""
+        """The arrays it was made of, with the step's keys in them."""
         now = self.keys, self.values
         if not all(map(is_, now, self._halves)):
             # A model has set them, as where they must wait for what it sends.
             self.came_apart, self._halves = True, now
             self.kv = mx.concatenate(now)
-        return [self.kv]
+            last = mx.minimum(self.held + mx.arange(RECENT), self.kv.shape[2] - 1)
+            self.recent = mx.take(self.kv, last, axis=2)
+        return [self.kv, self.recent]
 
-    def joint(self, keys: mx.array, values: mx.array) -> mx.array | None:
+    @property
+    def lens(self) -> mx.array:
         """As `StepCache`."""
-        return self.kv if all(map(is_, (keys, values), self._halves)) else None
+        return self.position.lens[0]
+
+    def joint(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
+        """As `StepCache`."""
+        same = all(map(is_, (keys, values), self._halves))
+        return self._arrays if same else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """As `StepCache`."""
@@ -154,10 +186,15 @@ class JointStep(StepCache):
         return self.write(mx.concatenate([keys, values]))
 
     def write(self, new: mx.array) -> tuple:
-        """Write keys and values [2 B, Hkv, L, D]; gives the whole buffers."""
-        self.kv = self._put(self.kv, new)
-        self._halves = self.keys, self.values = mx.split(self.kv, 2)
-        self.unread = True
+        """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
+        if new.dtype != self.kv.dtype:
+            raise Untraceable(f"new keys are {new.dtype}, the cache is {self.kv.dtype}")
+        self._arrays, self.unread = (self.kv, self.recent, new), True
+        at = (self.position.index - self.held)[None, None, :, None]
+        at = mx.broadcast_to(at, new.shape)
+        self.recent = mx.put_along_axis(self.recent, at, new, axis=2)
+        end = self.position.start + new.shape[2]
+        self._halves = self.keys, self.values = self._merged(end)
         return self.keys, self.values
 
 

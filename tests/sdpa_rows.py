@@ -51,7 +51,8 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
     """The same without the template."""
     text = source.load(kernel, narrow)
     metal = METAL_TYPES[problem.dtype]
-    types = dict.fromkeys(("q", "k", "v", "kv", "ks", "kb", "vs", "vb"), metal)
+    names = ("q", "k", "v", "kv", "recent", "fresh", "ks", "kb", "vs", "vb")
+    types = dict.fromkeys(names, metal)
     types |= {"k": metal if problem.k_bits >= 16 else "uint32_t"}
     types |= {"v": metal if problem.v_bits >= 16 else "uint32_t"}
     types |= {"mask": {"bool": "bool", "additive": metal}.get(problem.mask, "float")}
@@ -66,6 +67,7 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
         Arg("out", metal if direct else "float", 4 if direct else 5, 4096),
         Arg("ml", "float", 1 if direct else 5, 1 if direct else 4096),
     ]
+    outputs += [Arg("kept", metal, 4, 4096)] * problem.joint
     return text.name, inputs, outputs, text.body, text.header
 
 

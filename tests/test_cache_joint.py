@@ -18,9 +18,10 @@ from mlx_lm.models.cache import (
 from test_traced import TOKENS, model
 
 import mlx_phase
-from mlx_phase import cache_joint
+from mlx_phase import attention_ops, cache_joint
 from mlx_phase.cache_groups import grouped
 from mlx_phase.cache_joint import JOINT
+from mlx_phase.step_cache import RECENT
 
 traced_module = importlib.import_module("mlx_phase.traced")
 
@@ -71,7 +72,9 @@ def test_one_write_has_the_bits_of_two(family, writes, monkeypatch):
     writes.clear()
     have = steps(m, caches, 22, [1, 3])
     assert [type(c) for c in caches] == [JOINT] * 2
-    assert len(writes) == 2 * 2 and writes[0][0] == 2
+    # To the recent keys alone, and not even that where the kernel serves.
+    assert {(shape[0], shape[2]) for shape in writes} == {(2, RECENT)}
+    assert len(writes) == 4
     assert {type(c).__name__ for c in caches} == {"KVCache"}
     monkeypatch.setattr(cache_joint, "TIMES", 0)
     plain = started(m)
@@ -159,6 +162,61 @@ def test_trimming_and_counting_do_not_part(patched):
     assert [type(c) for c in caches] == [JOINT] * 2
 
 
+# Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
+# those that the array holds, and both.
+COURSES = {
+    "ones": [1] * (RECENT + 5),
+    "drafts": [5, -3, 5, -2, 16, -9, 16, -1, 16, -15, 3, 16, 1],
+    "full": [16, 16, 16, 1],
+    "far back": [16, 16, 2, -20, 1, -3, 4, 1],
+    "before the first": [4, -10, 2, 1, 16],
+}
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_keys_beside_the_array_have_the_bits_of_plain_caches(
+    course, patched, monkeypatch
+):
+    tokens = mx.random.randint(0, 64, (1, 128), key=mx.random.key(3))
+
+    def went(caches) -> list[mx.array]:
+        at, outs = 0, []
+        for n in COURSES[course]:
+            if n < 0:
+                trim_prompt_cache(caches, -n)
+                continue
+            outs.append(patched(tokens[:, at : at + n], cache=caches))
+            mx.eval(outs[-1])
+            at += n
+        return outs
+
+    caches = started(patched)
+    have = went(caches)
+    assert [type(c) for c in caches] == [JOINT] * 2
+    assert all(0 <= c.offset - c.held <= RECENT for c in caches)
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    plain = started(patched)
+    for x, y in zip(have, went(plain), strict=True):
+        tolerance.assert_bits(x, y)
+    assert [type(c) for c in plain] == [KVCache] * 2
+    for a, b in zip(caches, plain, strict=True):
+        assert a.offset == b.offset
+        for x, y in zip(a.state[:2], b.state[:2], strict=True):
+            tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
+
+
+def test_steps_without_a_kernel_have_all_keys(patched, monkeypatch):
+    """A mask of arrays, or a kernel that is off: two arrays from the next step on."""
+    want = steps(patched, started(patched), 22, [1, 1, 2])
+    monkeypatch.setattr(attention_ops, "attend_joint", lambda *a, **more: None)
+    m = model("llama", mx.bfloat16)
+    mlx_phase.patch(m, check=False)
+    caches = started(m, (1,))
+    assert m._steps._apart == {0, 1} and type(caches[0]) is JOINT
+    tolerance.assert_bits(steps(m, caches, 21, [1, 1, 1, 2])[:, 1:], want)
+    assert [type(c) for c in caches] == [KVCache] * 2
+
+
 def test_buffers_grow_joint(patched):
     caches = make_prompt_cache(patched)
     patched(TOKENS[:, :255], cache=caches)
@@ -222,13 +280,13 @@ def test_layers_that_are_not_fused_are_not_joined():
 
 
 def test_compiled_steps_write_in_place():
-    """One buffer, from step to step, while attention reads both halves of it."""
+    """One buffer, from step to step, also where recent keys are written to it."""
     c, traces = KVCache(), {}
     c.update_and_fetch(*mx.random.normal((2, 1, 2, 5, 16), key=mx.random.key(0)))
     want = copy.deepcopy(c)
     cache_joint.join_plain([c], set())
     where = []
-    for i in range(4):
+    for i in range(RECENT + 4):
         new = mx.random.normal((2, 2, 1, 16), key=mx.random.key(i))
         (group,), _ = grouped([c], 1)
         args, form = group.inputs(1, 1), group.form()
@@ -254,7 +312,8 @@ def test_compiled_steps_write_in_place():
         np.testing.assert_allclose(o, right, atol=1e-6)
     assert len({*where}) == 1 and len(traces) == 1
     for have, right in zip(c.state[:2], want.state[:2], strict=True):
-        np.testing.assert_array_equal(have[:, :, :9], right[:, :, :9])
+        n = 9 + RECENT
+        np.testing.assert_array_equal(have[:, :, :n], right[:, :, :n])
 
 
 def test_uneven_caches_are_left_alone():

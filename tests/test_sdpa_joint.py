@@ -8,10 +8,10 @@ import sdpa_case
 import tolerance
 
 from mlx_phase import attention_ops, ops
+from mlx_phase.attention_check import joint
+from mlx_phase.launch import attention
 from mlx_phase.plan_attention import supports_sdpa
 from mlx_phase.problem import Sdpa
-
-NAN = float("nan")
 
 
 def joint_plan(case: sdpa_case.Case, matrix: bool, **changes):
@@ -22,13 +22,36 @@ def joint_plan(case: sdpa_case.Case, matrix: bool, **changes):
     return replace(plan, kernel=f"{plan.kernel}_joint")
 
 
-def both(case: sdpa_case.Case, matrix: bool, **changes) -> tuple[mx.array, mx.array]:
-    """What the kernels of one array and of two give."""
+def joint_run(case: sdpa_case.Case, plan, recent: int, arrays=None, **more):
+    """What the kernel of one array gives: (o, the next recent keys)."""
+    problem = replace(case.problem, joint=True, lens=True)
+    made, _, lens = joint(problem, case.k, case.v, ends(case), recent)
+    run = attention.prepare(problem, plan)
+    sinks = case.extras.get("sinks")
+    return run(case.q, arrays or made, None, scale=case.scale, lens=lens, sinks=sinks)
+
+
+def ends(case: sdpa_case.Case) -> list[int]:
+    lens = case.extras.get("lens")
+    n = [case.k.shape[2]] * case.problem.batch
+    return n if lens is None else lens.tolist()
+
+
+def both(case: sdpa_case.Case, matrix: bool, recent: int = 5, **changes):
+    """What the kernels of one array and of two give, and the next recent keys."""
     plan = joint_plan(case, matrix, **changes)
-    one = replace(case, problem=replace(case.problem, joint=True))
-    kv = mx.concatenate([case.k, case.v])
+    o, kept = joint_run(case, plan, recent)
     apart = replace(plan, kernel=plan.kernel.removesuffix("_joint"))
-    return one.run(plan, [kv, None]), case.run(apart)
+    return o, case.run(apart), kept
+
+
+def assert_kept(kept: mx.array, case: sdpa_case.Case, recent: int):
+    """Keys and values of the tokens before the step and of the step, in this order."""
+    B, q_len = case.problem.batch, case.problem.q_len
+    for i, row in enumerate(mx.concatenate([case.k, case.v])):
+        end = ends(case)[i % B]
+        want = row[:, max(0, end - q_len - recent) : end]
+        tolerance.assert_bits(kept[i, :, : want.shape[1]], want)
 
 
 SHAPES = {
@@ -43,121 +66,129 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
+@pytest.mark.parametrize("recent", [0, 31])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_bits_of_two_arrays(shape, matrix):
+def test_the_bits_of_two_arrays(shape, recent, matrix):
+    """Wherever the keys lie; behind those of each array is NaN."""
     case = sdpa_case.case(**SHAPES[shape])
-    have, want = both(case, matrix)
+    have, want, kept = both(case, matrix, recent)
     tolerance.assert_bits(have, want)
     tolerance.assert_close(have, *case.oracle(), case.problem.dtype)
+    assert_kept(kept, case, recent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("dim", [72, 192, 256, 512])
 def test_every_head(dim, dtype):
     case = sdpa_case.case(dims=(dim, dim), heads=(2, 1), k_len=53, dtype=dtype)
-    have, want = both(case, False, lanes=32 if dim > 128 else 16)
+    have, want, kept = both(case, False, lanes=32 if dim > 128 else 16)
     tolerance.assert_bits(have, want)
     tolerance.assert_close(have, *case.oracle(), dtype)
+    assert_kept(kept, case, 5)
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
-def test_nothing_behind_the_keys_is_read(matrix):
-    """What is not there yet is NaN, among the keys and among the values."""
-    case = sdpa_case.case(k_len=61, q_len=2, causal=True, batch=2, lens=(61, 30))
-    kv = sdpa_case.longer(mx.concatenate([case.k, case.v]), NAN)
-    kv = mx.pad(kv, [(0, 0), (0, 0), (0, 26), (0, 0)], constant_values=NAN)
-    kv[1, :, 30:] = NAN
-    kv[3, :, 30:] = NAN
-    mx.eval(kv)
-    one = replace(case, problem=replace(case.problem, joint=True))
-    out = one.run(joint_plan(case, matrix), [kv, None])
-    tolerance.assert_close(out, *case.oracle(), "bfloat16")
+@pytest.mark.parametrize("keys", [16, 32])
+def test_keys_lie_anywhere_in_steps_and_chunks(keys, matrix):
+    """The cache ends, and the step begins, at each place of a step of the softmax."""
+    more = dict(keys=keys) if matrix else dict(keys=keys // 16)
+    case = sdpa_case.case(q_len=2, k_len=150, causal=True)
+    _, want, _ = both(case, matrix, **more)
+    for recent in range(36):
+        have, kept = joint_run(case, joint_plan(case, matrix, **more), recent)
+        tolerance.assert_bits(have, want)
+        assert_kept(kept, case, recent)
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
 def test_the_sanitizer_has_nothing_to_say(matrix, monkeypatch):
-    # The states of chunks behind the keys stay unwritten.
+    # The states of chunks behind the keys, and room behind recent ones, stay unwritten.
     monkeypatch.setenv("MLX_PHASE_SANITIZE", "all,partial")
     case = sdpa_case.case(k_len=141, q_len=2, causal=True, batch=2, lens=(141, 30))
     both(case, matrix)
 
 
+def off_16_bytes(a: mx.array) -> mx.array:
+    odd = mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)])
+    mx.eval(odd)
+    return odd[1:].reshape(a.shape)
+
+
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
 def test_arrays_off_16_bytes_and_views(matrix):
     case = sdpa_case.case(k_len=37, q_len=2, causal=True)
-    one = replace(case, problem=replace(case.problem, joint=True))
-    kv, plan = mx.concatenate([case.k, case.v]), joint_plan(case, matrix)
-    want = one.run(plan, [kv, None])
-    odd = mx.concatenate([mx.zeros((1,), kv.dtype), kv.reshape(-1)])
-    mx.eval(odd)
-    tolerance.assert_bits(one.run(plan, [odd[1:].reshape(kv.shape), None]), want)
-    turned = mx.contiguous(kv.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    problem, plan = (
+        replace(case.problem, joint=True, lens=True),
+        joint_plan(case, matrix),
+    )
+    arrays, _, _ = joint(problem, case.k, case.v, ends(case))
+    want, kept = joint_run(case, plan, 5)
+    for i in range(3):
+        some = [off_16_bytes(a) if j == i else a for j, a in enumerate(arrays)]
+        for x, y in zip(joint_run(case, plan, 5, some), (want, kept), strict=True):
+            tolerance.assert_bits(x[..., :7, :], y[..., :7, :])
+    turned = [
+        mx.contiguous(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for a in arrays
+    ]
     q = mx.contiguous(case.q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    tolerance.assert_bits(replace(one, q=q).run(plan, [turned, None]), want)
+    tolerance.assert_bits(joint_run(replace(case, q=q), plan, 5, turned)[0], want)
 
 
 def test_rows_are_exact():
     case = sdpa_case.case(k_len=100, q_len=4, causal=True, lens=(100,))
-    whole, _ = both(case, False)
+    whole, *_ = both(case, False)
     for i in range(4):
         end = 97 + i
         alone = sdpa_case.case(k_len=100, q_len=4, lens=(end,)).first(100, 1, at=i)
-        have, _ = both(alone, False)
+        have, *_ = both(alone, False, recent=3 + i)
         tolerance.assert_bits(have, whole[:, :, i : i + 1])
 
 
 @pytest.mark.parametrize(
-    "change", [dict(mask="bool"), dict(v_head_dim=32), dict(k_bits=8), dict(v_bits=4)]
+    "change",
+    [
+        *(dict(mask="bool"), dict(v_head_dim=32), dict(k_bits=8), dict(v_bits=4)),
+        dict(lens=False),
+    ],
 )
 def test_what_no_such_kernel_takes(change):
     problem = replace(Sdpa(4, 2, 64, 64, joint=True, lens=True), **change)
     assert supports_sdpa(problem)
 
 
-def test_attend_takes_the_array_or_its_halves():
-    """A mask needs strides: then the halves serve."""
-    case = sdpa_case.case(q_len=2, k_len=40)
-    kv, lens = mx.concatenate([case.k, case.v]), mx.array([40])
-    for mask, kernel in (("causal", "_joint"), (mx.ones((2, 40), mx.bool_), "")):
-        before = ops.served().kernels
-        out = attention_ops.attend(
-            case.q, case.k, case.v, scale=case.scale, mask=mask, lens=lens, kv=kv
-        )
-        after = ops.served().kernels
-        ran = [name for name in after if after[name] > before.get(name, 0)]
-        assert [name.split()[0] for name in ran] == [f"sdpa_split{kernel}"]
-        given = dict(causal=True) if mask == "causal" else dict(mask=mask)
-        right = sdpa_case.case(q_len=2, k_len=40, **given).oracle()
-        tolerance.assert_close(out, *right, "bfloat16")
-
-
-def test_a_kernel_that_is_off_leaves_it_to_the_halves():
-    case = sdpa_case.case(q_len=2, k_len=40, seed=2, heads=(8, 2))
-    kv, lens = mx.concatenate([case.k, case.v]), mx.array([40])
-    given = dict(scale=case.scale, mask="causal", lens=lens, kv=kv)
-    want = attention_ops.attend(case.q, case.k, case.v, **given)
-    ops.disable(attention_ops.route(
-        case.q, case.k, case.v, "causal", lens=lens, joint=True
-    ).name, "test")  # fmt: skip
+def test_a_mask_or_a_kernel_that_is_off_leaves_it_to_whole_arrays():
+    case = sdpa_case.case(q_len=2, k_len=40, seed=2, heads=(8, 2), causal=True)
+    problem = replace(case.problem, joint=True, lens=True)
+    arrays, _, lens = joint(problem, case.k, case.v, ends(case))
+    given = (case.q, case.k, case.v, arrays)
+    more = dict(scale=case.scale, lens=lens)
+    before = ops.served().kernels
+    o, kept = attention_ops.attend_joint(*given, mask="causal", **more)
+    after = ops.served().kernels
+    ran = [name for name in after if after[name] > before.get(name, 0)]
+    assert [name.split()[0] for name in ran] == ["sdpa_split_joint"]
+    tolerance.assert_close(o, *case.oracle(), "bfloat16")
+    assert_kept(kept, case, 5)
+    mask = mx.ones((2, 40), mx.bool_)
+    assert attention_ops.attend_joint(*given, mask=mask, **more) is None
+    ops.disable(ran[0], "test")
     try:
-        have = attention_ops.attend(case.q, case.k, case.v, **given)
+        assert attention_ops.attend_joint(*given, mask="causal", **more) is None
     finally:
         ops.enable_all()
-    tolerance.assert_bits(have, want)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("q_len, k_len", [(1, 9001), (4, 1001), (16, 200)])
-def test_on_tensor_cores(dim, q_len, k_len):
+@pytest.mark.parametrize("recent", [0, 17, 31])
+def test_on_tensor_cores(dim, q_len, k_len, recent):
     """As planned, over a buffer that is longer than its keys."""
     case = sdpa_case.case(
         heads=(32, 8), dims=(dim, dim), q_len=q_len, k_len=k_len, causal=True,
         lens=(k_len,),
     )  # fmt: skip
-    kv = sdpa_case.longer(mx.concatenate([case.k, case.v]), NAN)
-    one = replace(case, problem=replace(case.problem, joint=True))
-    out = one.run(None, [kv, None])
+    out, kept = joint_run(case, None, recent)
     tolerance.assert_close(out, *case.oracle(), "bfloat16")
-    halves = case.run(None, mx.split(kv, 2))
-    tolerance.assert_bits(out, halves)
+    tolerance.assert_bits(out, case.run(None))
+    assert_kept(kept, case, recent)

@@ -13,7 +13,7 @@ from ..problem import Sdpa
 from .matmul import device_chip, kernel
 
 # A cache: a plain view, or (codes, scales, biases) as mlx-lm's QuantizedKVCache has it.
-# None: values that lie behind their keys in one array.
+# Of a joint problem k has (kv, recent, fresh), and v is None.
 Cache = mx.array | tuple[mx.array, mx.array, mx.array] | None
 MASKS = {"none": 0, "bool": 1, "additive": 2}
 
@@ -59,7 +59,9 @@ def turns(problem: Sdpa, p: SdpaPlan, chunks: int) -> int:
         return chunks
     W = row_blocks(problem, p)
     each = -(-_blocks(problem, p) // W) * W * problem.batch * problem.kv_heads
-    return -(-chunks // -(-chunks // max(1, p.threadgroups // each)))
+    # One is for what `keep` of a joint problem copies.
+    most = max(1, p.threadgroups // each - problem.joint)
+    return -(-chunks // -(-chunks // most))
 
 
 def reduce_template(
@@ -132,7 +134,7 @@ def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array
     # Numbers stand in the place of what is not there: it is not read.
     last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
     if v is None:
-        return [q, k, *last, numbers]
+        return [q, *k, *last, numbers]
     if coded:
         k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
         v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
@@ -169,9 +171,13 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     The last axis of q, k and v is contiguous, or o is NaN. mask: broadcastable to [B,
     Hq, q_len, k_len], bool (True: attend) or added to the scores. sinks: [Hq]. lens:
     int32 [B], keys of each batch row that exist, this step's included; o of no keys is
-    0. Of a joint problem k is [2 B, Hkv, k_len, D], keys and then values, and v None;
-    an array that is not contiguous is copied. ValueError if no kernel supports the
-    problem.
+    0. ValueError if no kernel supports the problem.
+
+    Of a joint problem v is None and k three arrays: kv [2 B, Hkv, k_len, D], keys and
+    then values; recent [2 B, Hkv, room, D], where they go on; fresh [2 B, Hkv, q_len,
+    D], this step's. lens is [2, B], keys that exist and those of them that kv holds;
+    at most ``room`` do not. The function gives (o, recent of the next step). An array
+    that is not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -179,18 +185,21 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     coded = p.kernel.endswith("_codes")
 
     @lru_cache(maxsize=4096)
-    def launch(chunks: int) -> dict[str, object]:
+    def launch(chunks: int, kept: tuple[int, ...] | None = None) -> dict[str, object]:
         direct = chunks == 1
         W = row_blocks(problem, p, direct)
         threads = 32 * p.simdgroups * W
         width = threads * -(-_blocks(problem, spread(p, direct)) // W)
-        many = [(B, H, q_len, chunks, n) for n in (DV, 2)]
+        groups = turns(problem, p, chunks) + problem.joint
+        state = [(B, H, q_len, chunks, n) for n in (DV, 2)]
+        shapes = [_out_shape(problem), (1,)] if direct else state
+        dtypes = [dtype if direct else mx.float32, mx.float32, dtype]
         return {
             "template": template(problem, p, direct),
-            "grid": (width, turns(problem, p, chunks), B * problem.kv_heads),
+            "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": [_out_shape(problem), (1,)] if direct else many,
-            "output_dtypes": [dtype if direct else mx.float32, mx.float32],
+            "output_shapes": [*shapes, kept] if problem.joint else shapes,
+            "output_dtypes": dtypes if problem.joint else dtypes[:2],
         }
 
     def call(
@@ -202,15 +211,16 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
         lens: mx.array | None = None,
-    ) -> mx.array:
+    ) -> mx.array | tuple[mx.array, mx.array]:
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         if not (chunks := -(-inputs[1].shape[2] // p.chunk)):
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
-        out, ml = kernel(p.kernel, problem.joint)(inputs=inputs, **launch(chunks))
-        if chunks == 1:
-            return _by_head(out, q_len)
-        return merge(problem, out, ml, sinks)
+        how = launch(chunks, inputs[2].shape) if problem.joint else launch(chunks)
+        out, ml, *kept = kernel(p.kernel, problem.joint)(inputs=inputs, **how)
+        one = chunks == 1
+        o = _by_head(out, q_len) if one else merge(problem, out, ml, sinks)
+        return (o, *kept) if problem.joint else o
 
     return call
 
