@@ -54,7 +54,7 @@ JOINT = mixed(_Joint, KVCache)
 
 
 def forget_trimmed(c: Any) -> None:
-    """Count the keys that the array holds: trimming takes the last, wherever they are."""
+    """Count the keys that the array still holds: trimming takes the last ones."""
     c.held = min(c.held, c.offset)
 
 
