@@ -66,7 +66,7 @@ def writes(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_one_write_has_the_bits_of_two(family, writes, monkeypatch):
+def test_a_joint_cache_has_the_bits_of_two_arrays(family, writes, monkeypatch):
     m = model(family, mx.bfloat16)
     mlx_phase.patch(m, check=False)
     caches = started(m)
