@@ -154,10 +154,12 @@ struct Rows {
       else load_run<NW, WIDE>((const device conditional_t<CODED, uint, T>*)run, w + i * NW);
     }
   }
-  // end: rows before it are loaded at once. Until it is behind the cache, no row is looked for elsewhere.
-  METAL_FUNC void load(const int key, const int part, const bool wide, const int end, thread uint* w) const {
+  // Where none of the rows from begin to end, which are loaded at once, is a recent one, none is looked for.
+  METAL_FUNC void load(
+      const int key, const int part, const bool wide, const int begin, const int end, thread uint* w) const {
     const device uchar* row = data + (size_t)key * stride;
-    if (RECENT && end > recent.held && key >= recent.held) row = (const device uchar*)recent_row<DIM>(RECENT_OF(recent), key);
+    if (RECENT && end > recent.held && begin < recent.stop && key >= recent.held && key < recent.stop)
+      row = (const device uchar*)recent_row<DIM>(RECENT_OF(recent), key);
     if (wide) load_words<true>(row, part, w);
     else load_words<false>(row, part, w);
   }

@@ -62,7 +62,7 @@ struct SdpaMatrix {
       const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(h, 2 * UK) {
       const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
-      k.load(mine, TILE_COL(at.lane), wide, key + 16 * UK, w + h * K::N * K::NW);
+      k.load(mine, TILE_COL(at.lane), wide, key, key + 16 * UK, w + h * K::N * K::NW);
       k.load_sb(mine, wide, sb + h * 2 * K::NS);
     }
   }
@@ -71,7 +71,7 @@ struct SdpaMatrix {
   static METAL_FUNC void load_values(
       const thread V& v, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(i, 4 * UK)
-      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, key + 16 * UK, w + i * V::N * V::NW);
+      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, key, key + 16 * UK, w + i * V::N * V::NW);
     EACH(h, 2 * UK) v.load_sb(min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), wide, sb + h * 2 * V::NS);
   }
 

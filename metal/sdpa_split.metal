@@ -107,7 +107,7 @@ struct Sdpa {
           }
         } else {
           const device T* row = (const device T*)data + (size_t)i * stride;
-          if (RECENT && i >= recent.held) row = recent_row<DIM>(RECENT_OF(recent), i);
+          if (RECENT && i >= recent.held && i < recent.stop) row = recent_row<DIM>(RECENT_OF(recent), i);
           EACH(j, NP) {
             const device T* p = row + pack(l, j) * 8;
             if (has(pack(l, j))) {

@@ -93,15 +93,15 @@ def joint(
     Behind the keys of each array is NaN.
     """
     ends, parts = [int(n) for n in lens], []
-    held = [max(0, end - p.q_len - recent) for end in ends]
+    nows = [max(0, end - p.q_len) for end in ends]
+    held = [max(0, now - recent) for now in nows]
     for i, row in enumerate(mx.concatenate([k, v])[:, None]):
-        end, at = ends[i % p.batch], held[i % p.batch]
-        now = max(0, end - p.q_len)
+        at, now = held[i % p.batch], nows[i % p.batch]
         kept = _padded(row[:, :, :at], k.shape[2] - at + SPARE)
         before = _padded(row[:, :, at:now], recent - (now - at) + p.q_len)
         parts.append((kept, before, row[:, :, now : now + p.q_len]))
     arrays = [mx.concatenate(column) for column in zip(*parts, strict=True)]
-    return arrays, None, mx.array([ends, held], mx.int32)
+    return arrays, None, mx.array([ends, held, nows], mx.int32)
 
 
 def _padded(a: mx.array, spare: int = SPARE) -> mx.array:

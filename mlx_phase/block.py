@@ -10,8 +10,8 @@ import mlx.nn as nn
 
 from .block_match import Fused, match
 from .block_step import Memo, Step
-from .cache_kinds import KINDS
 from .class_swap import copied, mixed, swap_back
+from .joint_kinds import KINDS
 from .plan import MAX_M
 from .step_cache import StepCache
 

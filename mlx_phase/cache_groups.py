@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache_kinds import KINDS, Kind
+from .cache_kinds import Kind
+from .joint_kinds import KINDS
 from .step_cache import Position, StepCache
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -20,12 +19,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .cache_joint import JOINT, forget_trimmed, settle
 from .step_cache import (
-    RECENT,
     BatchRotatingStep,
     BatchStep,
-    JointStep,
     Position,
     QuantizedStep,
     RotatingStep,
@@ -33,7 +29,7 @@ from .step_cache import (
 )
 
 
-def _room(length: int, need: int, step: int, most: int | None = None) -> int:
+def room_for(length: int, need: int, step: int, most: int | None = None) -> int:
     """Keys to add for ``need``: an eighth more, so that texts are traced seldom, to a
     multiple of ``step``, so that layers of two kinds grow together."""
     if need <= length:
@@ -42,7 +38,7 @@ def _room(length: int, need: int, step: int, most: int | None = None) -> int:
     return (whole if most is None else min(whole, most)) - length
 
 
-def _extended(a: mx.array, more: int) -> mx.array:
+def extended(a: mx.array, more: int) -> mx.array:
     room = mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)
     return mx.concatenate([a, room], axis=2)
 
@@ -50,8 +46,8 @@ def _extended(a: mx.array, more: int) -> mx.array:
 def _ring_room(c: Any, seen: int, L: int) -> int:
     """Room in a ring that has seen so many tokens; gives how many keys it dropped."""
     length = c.keys.shape[2]
-    if more := _room(length, min(seen + L, c.max_size), c.step, c.max_size):
-        c.keys, c.values = _extended(c.keys, more), _extended(c.values, more)
+    if more := room_for(length, min(seen + L, c.max_size), c.step, c.max_size):
+        c.keys, c.values = extended(c.keys, more), extended(c.values, more)
         c._idx = seen
     # A prompt leaves more keys than the window.
     dropped = max(0, length - c.max_size)
@@ -87,8 +83,8 @@ class Kind:
 
     def room(self, c: Any, L: int) -> None:
         """Make room for the step, as the cache's own update would."""
-        if more := _room(c.keys.shape[2], c.offset + L, c.step):
-            c.keys, c.values = _extended(c.keys, more), _extended(c.values, more)
+        if more := room_for(c.keys.shape[2], c.offset + L, c.step):
+            c.keys, c.values = extended(c.keys, more), extended(c.values, more)
 
     def fixed(self, c: Any) -> tuple:
         """What a trace takes as constant: arguments of `view` behind the position."""
@@ -132,48 +128,13 @@ class Kind:
             self.done(c, L, buffers, after)
 
 
-class _Joint(Kind):
-    # Most caches of most steps: their methods on many take no call for each.
-    view = JointStep
-    _state = attrgetter("offset", "held", "kv.shape")
-
-    def state(self, c: Any, L: int) -> tuple | None:
-        return self._state(c)
-
-    def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
-        return [*map(self._state, caches)]
-
-    def new(self, c: Any) -> bool:
-        return False
-
-    def room(self, c: Any, L: int) -> None:
-        forget_trimmed(c)
-        if c.offset + L - c.held > RECENT:
-            settle(c)
-        if more := _room(c.kv.shape[2], c.offset + L, c.step):
-            c.kv = _extended(c.kv, more)
-
-    def lens(self, c: Any, B: int, keys: int) -> mx.array:
-        return mx.array([[keys] * B, [c.held] * B], mx.int32)
-
-    def buffers(self, c: Any) -> Sequence[mx.array]:
-        return c.kv, c.recent
-
-    def all_done(
-        self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
-    ) -> None:
-        for c, kv, recent in zip(caches, arrays[::2], arrays[1::2], strict=True):
-            c.kv, c.recent = kv, recent
-            c.offset += L
-
-
 class _Quantized(Kind):
     view = QuantizedStep
 
     def room(self, c: Any, L: int) -> None:
-        if more := _room(c.keys[0].shape[2], c.offset + L, c.step):
-            c.keys = tuple(_extended(a, more) for a in c.keys)
-            c.values = tuple(_extended(a, more) for a in c.values)
+        if more := room_for(c.keys[0].shape[2], c.offset + L, c.step):
+            c.keys = tuple(extended(a, more) for a in c.keys)
+            c.values = tuple(extended(a, more) for a in c.values)
 
     def fixed(self, c: Any) -> tuple:
         return c.group_size, c.bits
@@ -186,11 +147,14 @@ class _Quantized(Kind):
         c.offset += L
 
 
-class _Rotating(Kind):
+class Rotating(Kind):
     view = RotatingStep
 
     def state(self, c: Any, L: int) -> tuple | None:
-        length = c.keys.shape[2]
+        return self.fits(c, c.keys.shape[2], L)
+
+    def fits(self, c: Any, length: int, L: int) -> tuple | None:
+        """`state` of a cache whose buffers have this length."""
         if c.offset > length < c.max_size:
             return None
         # Several tokens that wrap make the stock cache longer than its window.
@@ -230,8 +194,8 @@ class _Batch(Kind):
         return getattr(c, "_right_padding", None) is None
 
     def room(self, c: Any, L: int) -> None:
-        if more := _room(c.keys.shape[2], c._idx + L, c.step):
-            c.keys, c.values = _extended(c.keys, more), _extended(c.values, more)
+        if more := room_for(c.keys.shape[2], c._idx + L, c.step):
+            c.keys, c.values = extended(c.keys, more), extended(c.values, more)
 
     def place(self, c: Any, L: int) -> tuple[int, int]:
         return c._idx, c._idx + L
@@ -288,9 +252,8 @@ class _BatchRotating(_Batch):
 
 KINDS: dict[type, Kind] = {
     KVCache: Kind(),
-    JOINT: _Joint(),
     QuantizedKVCache: _Quantized(),
-    RotatingKVCache: _Rotating(),
+    RotatingKVCache: Rotating(),
     BatchKVCache: _Batch(),
     BatchRotatingKVCache: _BatchRotating(),
 }

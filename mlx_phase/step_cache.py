@@ -31,8 +31,8 @@ class Position:
     """Where a step's tokens go, shared by the layers of one trace that agree on it.
 
     index: int32 [length], where in the buffers the step's keys go. lens: int32 [batch],
-    keys that exist after it; for joint caches [2, batch], and those of them that lie in
-    their one array. start: int32 position of the first token for rotary
+    keys that exist after it; for joint caches [3, batch], as `launch.attention` has it.
+    start: int32 position of the first token for rotary
     embeddings, a scalar or one for each sequence [batch]. left: int32 [batch], keys at
     the left that are padding, or None.
     """
@@ -139,7 +139,7 @@ class StepCache:
 
 class JointStep(StepCache):
     """The same for joint caches: kv [2 B, Hkv, length, D], keys and then values, and
-    recent [2 B, Hkv, RECENT, D], which goes on where those that kv holds end.
+    recent [2 B, Hkv, RECENT, D], what comes in the place of some of its last.
 
     A step leaves kv as it is: attention gets its keys beside it and gives the next
     recent ones. Whole keys and values are made for who asks for them alone.
@@ -148,12 +148,12 @@ class JointStep(StepCache):
     def __init__(self, buffers: Sequence[mx.array], position: Position):
         self.kv, self.recent = buffers
         self.position, self.unread = position, False
-        self.held = position.lens[1, 0]
+        self.held, self.now = position.lens[1, 0], position.lens[2, 0]
         self._arrays: tuple[mx.array, ...] | None = None
-        self._halves = self.keys, self.values = self._merged(position.start)
+        self._halves = self.keys, self.values = self._merged(self.now)
 
     def _merged(self, end: mx.array) -> list[mx.array]:
-        """Whole keys and values, those before ``end``."""
+        """Whole keys and values, with the recent ones before place ``end``."""
         at = mx.arange(self.kv.shape[2]) - self.held
         recent = mx.take(self.recent, mx.clip(at, 0, RECENT - 1), axis=2)
         there = (at >= 0) & (at < end - self.held)
@@ -193,8 +193,7 @@ class JointStep(StepCache):
         at = (self.position.index - self.held)[None, None, :, None]
         at = mx.broadcast_to(at, new.shape)
         self.recent = mx.put_along_axis(self.recent, at, new, axis=2)
-        end = self.position.start + new.shape[2]
-        self._halves = self.keys, self.values = self._merged(end)
+        self._halves = self.keys, self.values = self._merged(self.now + new.shape[2])
         return self.keys, self.values
 
 
@@ -239,6 +238,14 @@ class RotatingStep(StepCache):
         if N == 1:
             raise Untraceable("a window smaller than its rotating cache")
         return super().make_mask(N, return_array, window_size)
+
+
+class JointRing(JointStep, RotatingStep):
+    """The same for rotating caches that are joint: places count in the ring."""
+
+    def __init__(self, buffers: Sequence[mx.array], position: Position, max_size: int):
+        JointStep.__init__(self, buffers, position)
+        self.max_size = max_size
 
 
 class BatchStep(StepCache):

@@ -17,8 +17,8 @@ from .block import adopt_block, fused, release_block
 from .block_match import ATTENTION, Fused, Parts, match, read, rope_of
 from .block_step import Memo, Step
 from .cache_groups import grouped
-from .cache_kinds import KINDS
 from .class_swap import train_along
+from .joint_kinds import KINDS
 from .rotary import FAR, same_rope
 from .routes import counted
 from .step_cache import Position, StepCache

@@ -73,8 +73,8 @@ def test_a_joint_cache_has_the_bits_of_two_arrays(family, writes, monkeypatch):
     writes.clear()
     have = steps(m, caches, 22, [1, 3])
     assert [type(c) for c in caches] == [JOINT] * 2
-    # To the recent keys alone, and not even that where the kernel serves. A GPU's traces
-    # are made once.
+    # To the recent keys alone, and not even that where the kernel serves. Traces of a
+    # GPU are made once.
     assert {(shape[0], shape[2]) for shape in writes} == {(2, RECENT)}
     traced = executor_name() != "cpu"
     assert len(writes) == (2 if traced else 4)

@@ -3,13 +3,19 @@
 import mlx.core as mx
 import pytest
 import tolerance
-from mlx_lm.models.cache import KVCache, trim_prompt_cache
+from block_models import family
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 from test_cache_joint import patched, started, steps  # noqa: F401
-from test_traced import model
+from test_traced import TOKENS, model
 
 import mlx_phase
 from mlx_phase import attention_ops, cache_joint
-from mlx_phase.cache_joint import JOINT
+from mlx_phase.cache_joint import JOINT, JOINT_RING
 from mlx_phase.step_cache import RECENT
 
 # Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
@@ -21,6 +27,29 @@ COURSES = {
     "far back": [16, 16, 2, -20, 1, -3, 4, 1],
     "before the first": [4, -10, 2, 1, 16],
 }
+# Rings that 22 tokens leave unfilled, and one that they fill.
+RINGS = {
+    "wraps": (40, 0, [1] * 100),
+    "keeps some": (40, 4, [4, -2, 1, 3, *[1] * 80]),
+    "as long as recent keys": (RECENT, 0, [5, -4, *[1] * 70]),
+    "short": (8, 2, [1] * 30),
+    "grows": (300, 0, [*[16] * 15, -40, *[16] * 3, -3, *[1] * 60]),
+}
+
+
+def went(m, caches, course: list[int], seed: int = 3) -> list[mx.array]:
+    """Logits of the steps of a course."""
+    total = sum(n for n in course if n > 0)
+    tokens = mx.random.randint(0, 64, (1, total), key=mx.random.key(seed))
+    at, outs = 0, []
+    for n in course:
+        if n < 0:
+            assert trim_prompt_cache(caches, -n) == -n
+            continue
+        outs.append(m(tokens[:, at : at + n], cache=caches))
+        mx.eval(outs[-1])
+        at += n
+    return outs
 
 
 @pytest.mark.parametrize("course", COURSES)
@@ -29,32 +58,65 @@ def test_keys_beside_the_array_have_the_bits_of_plain_caches(
     patched,  # noqa: F811
     monkeypatch,
 ):
-    tokens = mx.random.randint(0, 64, (1, 128), key=mx.random.key(3))
-
-    def went(caches) -> list[mx.array]:
-        at, outs = 0, []
-        for n in COURSES[course]:
-            if n < 0:
-                trim_prompt_cache(caches, -n)
-                continue
-            outs.append(patched(tokens[:, at : at + n], cache=caches))
-            mx.eval(outs[-1])
-            at += n
-        return outs
-
     caches = started(patched)
-    have = went(caches)
+    have = went(patched, caches, COURSES[course])
     assert [type(c) for c in caches] == [JOINT] * 2
     assert all(0 <= c.offset - c.held <= RECENT for c in caches)
     monkeypatch.setattr(cache_joint, "TIMES", 0)
     plain = started(patched)
-    for x, y in zip(have, went(plain), strict=True):
+    for x, y in zip(have, went(patched, plain, COURSES[course]), strict=True):
         tolerance.assert_bits(x, y)
     assert [type(c) for c in plain] == [KVCache] * 2
     for a, b in zip(caches, plain, strict=True):
         assert a.offset == b.offset
         for x, y in zip(a.state[:2], b.state[:2], strict=True):
             tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_rings_have_the_bits_of_plain_ones(ring, patched, monkeypatch):  # noqa: F811
+    size, keep, course = RINGS[ring]
+
+    def run() -> tuple[list, list]:
+        caches = [RotatingKVCache(size, keep) for _ in range(2)]
+        patched(TOKENS[:, :20], cache=caches)
+        outs = [steps(patched, caches, 20, [1, 1]), *went(patched, caches, course)]
+        return outs, caches
+
+    have, caches = run()
+    assert [type(c) for c in caches] == [JOINT_RING] * 2
+    assert all(0 <= c._idx - c.held <= RECENT for c in caches)
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    want, plain = run()
+    for x, y in zip(have, want, strict=True):
+        tolerance.assert_bits(x, y)
+    assert [type(c) for c in plain] == [RotatingKVCache] * 2
+    for a, b in zip(caches, plain, strict=True):
+        # Keys, values and where the ring is; not what is behind an unfilled one.
+        assert a.state[2:] == b.state[2:] and a.keys.shape == b.keys.shape
+        n = min(a.offset, size)
+        for x, y in zip(a.state[:2], b.state[:2], strict=True):
+            tolerance.assert_bits(x[:, :, :n], y[:, :, :n])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_mixed_caches_are_joined_alike(name, monkeypatch):
+    """Rings of 12 and plain caches, each with its own places; sinks."""
+    m = family(name, mx.bfloat16)
+    mlx_phase.patch(m, check=False)
+
+    def run() -> tuple[list, list]:
+        caches = make_prompt_cache(m)
+        m(TOKENS[:, :5], cache=caches)
+        return [steps(m, caches, 5 + i, [1]) for i in range(RECENT + 12)], caches
+
+    have, caches = run()
+    assert {type(c) for c in caches} == {JOINT, JOINT_RING}
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    want, plain = run()
+    assert {type(c) for c in plain} == {KVCache, RotatingKVCache}
+    for x, y in zip(have, want, strict=True):
+        tolerance.assert_bits(x, y)
 
 
 def test_steps_without_a_kernel_have_all_keys(patched, monkeypatch):  # noqa: F811

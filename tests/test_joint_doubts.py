@@ -10,7 +10,7 @@ from test_cache_joint import patched, started, steps  # noqa: F401
 from test_traced import model
 
 import mlx_phase
-from mlx_phase import cache_joint, cache_kinds
+from mlx_phase import cache_joint, joint_kinds
 from mlx_phase.cache_joint import JOINT
 
 
@@ -26,7 +26,7 @@ def test_classes_of_joint_caches_make_plain_ones(patched):  # noqa: F811
 def test_threads_that_ask_wait_for_the_step(patched, monkeypatch):  # noqa: F811
     want = steps(patched, started(patched), 22, [1, 1])
     caches, threads = started(patched), []
-    buffers = cache_kinds._Joint.all_buffers
+    buffers = joint_kinds._Joint.all_buffers
 
     def asked(self, of):
         found = buffers(self, of)
@@ -44,7 +44,7 @@ def test_threads_that_ask_wait_for_the_step(patched, monkeypatch):  # noqa: F811
                 assert c.keys.shape[0] == 1
 
     evaluated = threading.Event()
-    monkeypatch.setattr(cache_kinds._Joint, "all_buffers", asked)
+    monkeypatch.setattr(joint_kinds._Joint, "all_buffers", asked)
     first = steps(patched, caches, 22, [1])
     evaluated.set()
     monkeypatch.undo()

@@ -30,7 +30,8 @@ FLOW = (
     {"siblings", "step_cache"},
     {"parents", "cache_joint", "attention_step"},
     {"layers", "cache_kinds"},
-    {"block_match", "cache_groups", "switch_layers"},
+    {"block_match", "joint_kinds", "switch_layers"},
+    {"cache_groups"},
     {"traced"},
     {"block_step"},
     {"block", "check", "tune_store", "attention_hooks", "patch_scan"},
@@ -66,7 +67,13 @@ WITHOUT_MLX |= {"plan_gather"}
 WITHOUT_MLX |= {"predict_data", "predict_fit", "predict_table", "predict"}
 # The modules that may know mlx-lm's classes: those that patch and those that load.
 WITH_MLX_LM = {"patch", "layers", "bench", "models", "presets", "speculate"}
-WITH_MLX_LM |= {"cache_joint", "cache_kinds", "step_patch", "patch_experts"}
+WITH_MLX_LM |= {
+    "cache_joint",
+    "cache_kinds",
+    "joint_kinds",
+    "step_patch",
+    "patch_experts",
+}
 WITH_MLX_LM |= {"gguf", "gguf_llama", "gguf_tokenizer", "byte_tokenizer", "model_size"}
 # Files that may touch MLX's own custom-kernel calls: everyone else asks the executor.
 KERNEL_CALLS = {"metal_kernel": "executor", "cuda_kernel": "executor"}

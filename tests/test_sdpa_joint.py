@@ -101,6 +101,29 @@ def test_keys_lie_anywhere_in_steps_and_chunks(keys, matrix):
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
+@pytest.mark.parametrize("now, recent", [(0, 0), (7, 7), (60, 31), (129, 20)])
+def test_recent_keys_in_the_midst_of_a_ring(now, recent, matrix):
+    """What the places of recent keys had before is NaN; those behind them count."""
+    case = sdpa_case.case(k_len=130, heads=(8, 2))
+    whole, room, held = mx.concatenate([case.k, case.v]), 32, now - recent
+    kv, before = mx.array(whole), mx.full((2, 2, room, 64), float("nan"), whole.dtype)
+    kv[:, :, held : now + 1] = float("nan")
+    before[:, :, :recent] = whole[:, :, held:now]
+    arrays, fresh = [kv, before], whole[:, :, now : now + 1]
+    mx.eval(kv, before)
+    problem, plan = (
+        replace(case.problem, joint=True, lens=True),
+        joint_plan(case, matrix),
+    )
+    lens = mx.array([[130], [held], [now]], mx.int32)
+    run = attention.prepare(problem, plan)
+    o, kept = run(case.q, [*arrays, fresh], None, scale=case.scale, lens=lens)
+    apart = replace(plan, kernel=plan.kernel.removesuffix("_joint"))
+    tolerance.assert_bits(o, case.run(apart))
+    tolerance.assert_bits(kept[:, :, : recent + 1], whole[:, :, held : now + 1])
+
+
+@pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
 def test_the_sanitizer_has_nothing_to_say(matrix, monkeypatch):
     # The states of chunks behind the keys, and room behind recent ones, stay unwritten.
     monkeypatch.setenv("MLX_PHASE_SANITIZE", "all,partial")

@@ -174,10 +174,11 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     0. ValueError if no kernel supports the problem.
 
     Of a joint problem v is None and k three arrays: kv [2 B, Hkv, k_len, D], keys and
-    then values; recent [2 B, Hkv, room, D], where they go on; fresh [2 B, Hkv, q_len,
-    D], this step's. lens is [2, B], keys that exist and those of them that kv holds;
-    at most ``room`` do not. The function gives (o, recent of the next step). An array
-    that is not contiguous is copied.
+    then values; fresh [2 B, Hkv, q_len, D], this step's; recent [2 B, Hkv, room, D],
+    those of the steps before it that kv lacks. lens is [3, B]: keys that exist, the
+    place in kv of the first recent one and that of the first fresh one, at most ``room
+    - q_len`` behind. The function gives (o, recent of the next step). An array that is
+    not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)

@@ -1,0 +1,84 @@
+"""Joint caches around a traced step: see `cache_kinds.py` and `cache_joint.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import mlx.core as mx
+
+from .cache_joint import JOINT, JOINT_RING, end, forget_trimmed, settle
+from .cache_kinds import KINDS, Kind, Rotating, extended, room_for
+from .step_cache import RECENT, JointRing, JointStep
+
+
+class _Joint(Kind):
+    # Most caches of most steps: their methods on many take no call for each.
+    view = JointStep
+    _state = attrgetter("offset", "held", "kv.shape")
+
+    def state(self, c: Any, L: int) -> tuple | None:
+        return self._state(c)
+
+    def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
+        return [*map(self._state, caches)]
+
+    def new(self, c: Any) -> bool:
+        return False
+
+    def room(self, c: Any, L: int) -> None:
+        forget_trimmed(c)
+        if c.offset + L - c.held > RECENT:
+            settle(c)
+        if more := room_for(c.kv.shape[2], c.offset + L, c.step):
+            c.kv = extended(c.kv, more)
+
+    def lens(self, c: Any, B: int, keys: int) -> mx.array:
+        return mx.array([[keys] * B, [c.held] * B, [end(c)] * B], mx.int32)
+
+    def buffers(self, c: Any) -> Sequence[mx.array]:
+        return c.kv, c.recent
+
+    def all_done(
+        self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
+    ) -> None:
+        for c, kv, recent in zip(caches, arrays[::2], arrays[1::2], strict=True):
+            c.kv, c.recent = kv, recent
+            c.offset += L
+
+
+class _JointRing(_Joint, Rotating):
+    view = JointRing
+
+    def state(self, c: Any, L: int) -> tuple | None:
+        found = self.fits(c, c.kv.shape[2], L)
+        return None if found is None else (*found, c.held)
+
+    def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
+        return [self.state(c, L) for c in caches]
+
+    def room(self, c: Any, L: int) -> None:
+        forget_trimmed(c)
+        length = c.kv.shape[2]
+        more = room_for(length, min(c.offset + L, c.max_size), c.step, c.max_size)
+        if more:
+            c.kv = extended(c.kv, more)
+        if c._idx == c.max_size:
+            settle(c)
+            c._idx = c.held = c.keep
+        elif c._idx + L - c.held > RECENT:
+            settle(c)
+
+    def place(self, c: Any, L: int) -> tuple[int, int]:
+        return c._idx, min(c.offset + L, c.kv.shape[2])
+
+    def all_done(
+        self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
+    ) -> None:
+        super().all_done(caches, L, arrays, after)
+        for c in caches:
+            c._idx += L
+
+
+KINDS |= {JOINT: _Joint(), JOINT_RING: _JointRing()}
