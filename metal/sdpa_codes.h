@@ -135,14 +135,18 @@ struct Rows {
   static constexpr constant int NG = CODED ? DIM / G : 1, NS = (NG * sizeof(T) + 3) / 4, PER = CODED ? N / NG : N;
   static constexpr constant int EVEN = NG * sizeof(T) % 16 == 0 ? 16 : NG * sizeof(T) % 8 == 0 ? 8
                                      : NG * sizeof(T) % 4 == 0 ? 4 : 2;
+  static constexpr constant bool BESIDE = RECENT;
+  static constexpr constant int ROW = WORDS * 4, SIDE = NG * sizeof(T);  // bytes of a row, of its scales
+  typedef T Side;
   typedef conditional_t<CODED && sizeof(T) == 2, half, T> Operand;
   const device uchar* data;
   const device uchar* scales;
   const device uchar* biases;
   int stride, scale_stride, bias_stride;  // in bytes, negative where rows run backwards
-  Recent<T, DIM> recent;
-  // Is each row behind the one before.
-  METAL_FUNC bool dense() const { return stride == WORDS * 4 && scale_stride == int(NG * sizeof(T)) && bias_stride == scale_stride; }
+  Recent recent;
+  // Is each row behind the one before, and the key up to which all of `len` are in the cache.
+  METAL_FUNC bool dense() const { return stride == ROW && scale_stride == SIDE && bias_stride == scale_stride; }
+  METAL_FUNC int whole(const int len) const { return RECENT ? min(len, recent.held) : len; }
 
   // The share of lane `part` in a row: w [N][NW].
   template <bool WIDE>
@@ -154,29 +158,52 @@ struct Rows {
       else load_run<NW, WIDE>((const device conditional_t<CODED, uint, T>*)run, w + i * NW);
     }
   }
-  // Where none of the rows from begin to end, which are loaded at once, is a recent one, none is looked for.
-  METAL_FUNC void load(
-      const int key, const int part, const bool wide, const int begin, const int end, thread uint* w) const {
-    const device uchar* row = data + (size_t)key * stride;
-    if (RECENT && end > recent.held && begin < recent.stop && key >= recent.held && key < recent.stop)
-      row = (const device uchar*)recent_row<DIM>(RECENT_OF(recent), key);
-    if (wide) load_words<true>(row, part, w);
-    else load_words<false>(row, part, w);
-  }
-  // Scales and biases of row `key`: [2][NS].
-  METAL_FUNC void load_sb(const int key, const bool wide, thread uint* w) const {
-    if (!CODED) return;
-    const device T* s = (const device T*)(scales + (size_t)key * scale_stride);
-    const device T* b = (const device T*)(biases + (size_t)key * bias_stride);
-    if (wide) {
-      load_scales<T, NG, true>(s, w);
-      load_scales<T, NG, true>(b, w + NS);
-    } else {
-      load_scales<T, NG, false>(s, w);
-      load_scales<T, NG, false>(b, w + NS);
-    }
-  }
 };
+
+// Where row `key` lies, and its scales or biases. Where none of the rows from begin to end, which are read at once, is
+// a recent one, none is looked for.
+template <typename Rows>
+METAL_FUNC bool is_recent(const thread Rows& r, const int key, const int begin, const int end) {
+  return Rows::BESIDE && end > r.recent.held && begin < r.recent.stop && key >= r.recent.held && key < r.recent.stop;
+}
+template <typename Rows>
+METAL_FUNC const device uchar* row_of(const thread Rows& r, const int key, const int begin, const int end) {
+  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
+  return r.data + (size_t)key * r.stride;
+}
+template <typename Rows>
+METAL_FUNC const device uchar* scales_of(const thread Rows& r, const int key, const int begin, const int end) {
+  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.scales, key);
+  return r.scales + (size_t)key * r.scale_stride;
+}
+template <typename Rows>
+METAL_FUNC const device uchar* biases_of(const thread Rows& r, const int key, const int begin, const int end) {
+  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.biases, key);
+  return r.biases + (size_t)key * r.bias_stride;
+}
+
+// The share of lane `part` in a row: w [N][NW]; its scales and biases: [2][NS].
+template <typename Rows>
+METAL_FUNC void load_row(
+    const thread Rows& r, const int key, const int begin, const int end, const int part, const bool wide, thread uint* w) {
+  const device uchar* row = row_of(r, key, begin, end);
+  if (wide) Rows::template load_words<true>(row, part, w);
+  else Rows::template load_words<false>(row, part, w);
+}
+template <typename Rows>
+METAL_FUNC void load_sides(
+    const thread Rows& r, const int key, const int begin, const int end, const bool wide, thread uint* w) {
+  typedef const device typename Rows::Side* Side;
+  if (!Rows::CODED) return;
+  const Side s = (Side)scales_of(r, key, begin, end), b = (Side)biases_of(r, key, begin, end);
+  if (wide) {
+    load_scales<typename Rows::Side, Rows::NG, true>(s, w);
+    load_scales<typename Rows::Side, Rows::NG, true>(b, w + Rows::NS);
+  } else {
+    load_scales<typename Rows::Side, Rows::NG, false>(s, w);
+    load_scales<typename Rows::Side, Rows::NG, false>(b, w + Rows::NS);
+  }
+}
 
 // May scales be read in words. No && here and below: a chain of branches takes time before the first load.
 template <typename Rows, typename S, typename Longs>

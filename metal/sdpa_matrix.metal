@@ -62,8 +62,8 @@ struct SdpaMatrix {
       const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(h, 2 * UK) {
       const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
-      k.load(mine, TILE_COL(at.lane), wide, key, key + 16 * UK, w + h * K::N * K::NW);
-      k.load_sb(mine, wide, sb + h * 2 * K::NS);
+      load_row(k, mine, key, key + 16 * UK, TILE_COL(at.lane), wide, w + h * K::N * K::NW);
+      load_sides(k, mine, key, key + 16 * UK, wide, sb + h * 2 * K::NS);
     }
   }
 
@@ -71,8 +71,8 @@ struct SdpaMatrix {
   static METAL_FUNC void load_values(
       const thread V& v, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
     EACH(i, 4 * UK)
-      v.load(min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), TILE_ROW(at.lane), wide, key, key + 16 * UK, w + i * V::N * V::NW);
-    EACH(h, 2 * UK) v.load_sb(min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), wide, sb + h * 2 * V::NS);
+      load_row(v, min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), key, key + 16 * UK, TILE_ROW(at.lane), wide, w + i * V::N * V::NW);
+    EACH(h, 2 * UK) load_sides(v, min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), key, key + 16 * UK, wide, sb + h * 2 * V::NS);
   }
 
   // The step of a simdgroup that is copied next: it begins at `key`, and those of its chunk end at `stop`.
@@ -109,7 +109,7 @@ struct SdpaMatrix {
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk, stride, row0, ml);
     const int here = first_key(at, chunk);
-    const Steps steps = {at.len, at.lane, wide, wide && k.dense() && v.dense() && at.len < 1 << 22 ? at.len : 0,
+    const Steps steps = {at.len, at.lane, wide, wide && k.dense() && v.dense() && at.len < 1 << 22 ? k.whole(at.len) : 0,
                          Steps::template place<K>(at.lane), Steps::template place<V>(at.lane)};
     threadgroup uint* slots = (threadgroup uint*)ring + at.sg * (ST * SLOT);
     Ahead ahead = {chunk, here, min(at.len, (chunk + 1) * CHUNK)};

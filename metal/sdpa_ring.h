@@ -41,42 +41,41 @@ struct Ring {
   template <int RW> static METAL_FUNC constexpr uint turn(const uint row) {
     return (RW & (RW - 1)) != 0 ? 0 : RW > 32 ? row % 8 : row * RW / 32 % (RW / 4);
   }
-  // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
-  METAL_FUNC size_t offset(const int key, const int stride) const { return (size_t)min(key, len - 1) * stride; }
-  template <int RW, bool WIDE>
-  METAL_FUNC void copy_rows(threadgroup uint* to, const device uchar* data, const int stride, const int key) const {
+  template <typename Rows, bool WIDE>
+  METAL_FUNC void copy_rows(const thread Rows& from, threadgroup uint* to, const int key) const {
+    const int RW = Rows::WORDS;
     if (WIDE) {
       EACH(j, KEYS * RW / 128) {
         const uint i = j * 32 + lane, row = i / (RW / 4), x = i % (RW / 4);
-        copy_words<4>(to + row * RW + (x ^ turn<RW>(row)) * 4, (const device uint*)(data + x * 16 + offset(key + row, stride)));
+        copy_words<4>(
+            to + row * RW + (x ^ turn<RW>(row)) * 4,
+            (const device uint*)(row_of(from, min(int(key + row), len - 1), key, key + KEYS) + x * 16));
       }
     } else {
       ROLLED for (int i = lane; i < KEYS * RW; i += 32) {
         const int row = i / RW, w = i % RW;
-        to[row * RW + (w / 4 ^ turn<RW>(row)) * 4 + w % 4] = ((const device uint*)(data + offset(key + row, stride)))[w];
+        to[row * RW + (w / 4 ^ turn<RW>(row)) * 4 + w % 4] =
+            ((const device uint*)row_of(from, min(key + row, len - 1), key, key + KEYS))[w];
       }
     }
   }
-  // Scales or biases, NG of each key.
+  // Scales or biases, NG of a key.
   template <int NG, bool WIDE>
-  METAL_FUNC void copy_scales(threadgroup uint* to, const device uchar* from, const int stride, const int key, const int row) const {
-    const device uchar* p = from + offset(key + row, stride);
-    to += row * NG;
+  METAL_FUNC void copy_scales(threadgroup uint* to, const device uchar* p) const {
     if (WIDE) copy_words<NG / 2>(to, (const device uint*)p);
     else EACH(i, NG) ((threadgroup ushort*)to)[i] = ((const device ushort*)p)[i];
   }
+  // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
   template <typename Rows, bool WIDE>
   METAL_FUNC void copy_slot(const thread Rows& from, threadgroup uint* to, const int key) const {
-    copy_rows<Rows::WORDS, WIDE>(to, from.data, from.stride, key);
-    to += KEYS * Rows::WORDS;
+    const int row = lane % KEYS, mine = min(key + row, len - 1);
+    const device uchar *s = scales_of(from, mine, key, key + KEYS), *b = biases_of(from, mine, key, key + KEYS);
+    copy_rows<Rows, WIDE>(from, to, key);
+    to += KEYS * Rows::WORDS + row * Rows::NG;
     if (UK == 2) {
-      copy_scales<Rows::NG, WIDE>(to, from.scales, from.scale_stride, key, lane);
-      copy_scales<Rows::NG, WIDE>(to + Rows::NS, from.biases, from.bias_stride, key, lane);
-    } else {
-      const bool low = lane < 16;
-      copy_scales<Rows::NG, WIDE>(
-          to + (low ? 0 : Rows::NS), low ? from.scales : from.biases, low ? from.scale_stride : from.bias_stride, key, lane % 16);
-    }
+      copy_scales<Rows::NG, WIDE>(to, s);
+      copy_scales<Rows::NG, WIDE>(to + Rows::NS, b);
+    } else copy_scales<Rows::NG, WIDE>(to + (lane < 16 ? 0 : Rows::NS), lane < 16 ? s : b);
   }
   template <typename Rows>
   METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {

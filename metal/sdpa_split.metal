@@ -79,11 +79,13 @@ struct Sdpa {
     static constexpr constant int NP = (DIM / 8 + L - 1) / L, NW = B < 16 ? B / 4 : 2 * sizeof(T);
     static constexpr constant int NS =
         B == 16 || G % (8 * NP) == 0 ? 1 : 8 * NP % G == 0 ? 8 * NP / G : NP;
-    const device conditional_t<(B < 16), uint, T>* data;
+    static constexpr constant int ROW = B < 16 ? DIM * B / 8 : DIM * sizeof(T), SIDE = DIM / G * sizeof(T);  // bytes
+    typedef conditional_t<(B < 16), uint, T> Data;
+    const device Data* data;
     const device T* scales;
     const device T* biases;
     int stride, scale_stride, bias_stride;
-    Recent<T, DIM> recent;
+    Recent recent;
 
     // The lane's j-th pack: neighbours read neighbouring 16 bytes of a plain row, a lane's codes
     // lie together. And is there such a pack.
@@ -96,20 +98,25 @@ struct Sdpa {
     METAL_FUNC void load(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
       EACH(u, U) {
         const int i = min(key + u * NG, last);
+        const device Data* row = data + (size_t)i * stride;
+        const device T *s_row = scales + (size_t)i * scale_stride, *b_row = biases + (size_t)i * bias_stride;
+        if (RECENT && i >= recent.held && i < recent.stop) {
+          row = (const device Data*)RECENT_ROW(ROW, recent, recent.rows, i);
+          s_row = (const device T*)RECENT_ROW(SIDE, recent, recent.scales, i);
+          b_row = (const device T*)RECENT_ROW(SIDE, recent, recent.biases, i);
+        }
         if (B < 16) {
           if (has(l * NP)) {
-            load_words<NP * NW, WIDE>((const device uint*)data + (size_t)i * stride + l * NP * NW, w + u * NP * NW);
+            load_words<NP * NW, WIDE>((const device uint*)row + l * NP * NW, w + u * NP * NW);
             EACH(j, NS) {
               const uint g = (l * NP + j * NP / NS) * 8 / G;
-              s[u * NS + j] = scales[(size_t)i * scale_stride + g];
-              b[u * NS + j] = biases[(size_t)i * bias_stride + g];
+              s[u * NS + j] = s_row[g];
+              b[u * NS + j] = b_row[g];
             }
           }
         } else {
-          const device T* row = (const device T*)data + (size_t)i * stride;
-          if (RECENT && i >= recent.held && i < recent.stop) row = recent_row<DIM>(RECENT_OF(recent), i);
           EACH(j, NP) {
-            const device T* p = row + pack(l, j) * 8;
+            const device T* p = (const device T*)row + pack(l, j) * 8;
             if (has(pack(l, j))) {
               if (WIDE) load_words<NW, true>((const device uint*)p, w + (u * NP + j) * NW);
               else load_narrow(p, w + (u * NP + j) * NW);

@@ -66,6 +66,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "sdpa_matrix_codes": (*_AFFINE, *_CACHES, "sdpa_ring.h", *_MATRIX),
     "sdpa_split_joint": (*_PLAIN, *_SPLIT, "sdpa_joint.metal"),
     "sdpa_matrix_joint": (*_PLAIN_MATRIX, "sdpa_joint.metal"),
+    "sdpa_split_codes_joint": (*_AFFINE, *_SPLIT, "sdpa_joint.metal"),
+    "sdpa_matrix_codes_joint": (
+        *(*_AFFINE, *_CACHES, "sdpa_ring.h"),
+        *(*_MATRIX, "sdpa_joint.metal"),
+    ),
     "sdpa_prefill": (*_PLAIN, *_PREFILL),
     "sdpa_prefill_codes": (*_AFFINE, *_PREFILL),
     "sdpa_prefill_wide": (*_PLAIN, *_WIDE),
