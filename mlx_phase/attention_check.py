@@ -84,24 +84,28 @@ def caches(p: Sdpa, inputs: dict[str, object]) -> tuple:
     return joint(p, k, v, lens) if p.joint else (k, v, lens)
 
 
-def joint(
-    p: Sdpa, k: mx.array, v: mx.array, lens: mx.array | list[int], recent: int = 5
-) -> tuple:
-    """Arrays, None and lens of a joint problem with keys and values [B, Hkv, k_len, D].
+def joint(p: Sdpa, k, v, lens: mx.array | list[int], recent: int = 5) -> tuple:
+    """Arrays, None and lens of a joint problem with keys and values [B, Hkv, k_len, D],
+    or (codes, scales, biases) of each.
 
     ``recent`` tokens before the step lie beside the cache, or as many as there are.
     Behind the keys of each array is NaN.
     """
-    ends, parts = [int(n) for n in lens], []
-    nows = [max(0, end - p.q_len) for end in ends]
+    if isinstance(k, mx.array):
+        k, v = [k], [v]
+    nows = [max(0, int(end) - p.q_len) for end in lens]
     held = [max(0, now - recent) for now in nows]
-    for i, row in enumerate(mx.concatenate([k, v])[:, None]):
-        at, now = held[i % p.batch], nows[i % p.batch]
-        kept = _padded(row[:, :, :at], k.shape[2] - at + SPARE)
-        before = _padded(row[:, :, at:now], recent - (now - at) + p.q_len)
-        parts.append((kept, before, row[:, :, now : now + p.q_len]))
-    arrays = [mx.concatenate(column) for column in zip(*parts, strict=True)]
-    return arrays, None, mx.array([ends, held, nows], mx.int32)
+    columns = []
+    for a in map(mx.concatenate, zip(k, v, strict=True)):
+        parts = []
+        for i, row in enumerate(a[:, None]):
+            at, now = held[i % p.batch], nows[i % p.batch]
+            kept = _padded(row[:, :, :at], a.shape[2] - at + SPARE)
+            before = _padded(row[:, :, at:now], recent - (now - at) + p.q_len)
+            parts.append((kept, before, row[:, :, now : now + p.q_len]))
+        columns.append([mx.concatenate(c) for c in zip(*parts, strict=True)])
+    arrays = [a for column in zip(*columns, strict=True) for a in column]
+    return arrays, None, mx.array([[int(n) for n in lens], held, nows], mx.int32)
 
 
 def _padded(a: mx.array, spare: int = SPARE) -> mx.array:

@@ -192,16 +192,16 @@ def attend(
 
 
 def attend_joint(
-    q, k, v, arrays, *, scale, mask=None, sinks=None, lens
-) -> tuple[mx.array, mx.array] | None:
+    q, k, v, arrays, *, scale, mask=None, sinks=None, group_size=64, bits=8, lens
+) -> tuple[mx.array, list[mx.array]] | None:
     """The result over a joint cache and its next recent keys; None: no kernel.
 
-    k and v: all keys and values [B, Hkv, k_len, D], of which only the form is looked
+    k and v: all keys and values, as `sdpa` takes them, of which only the form is looked
     at; arrays, lens: of a joint problem (`launch.attention.prepare`).
     """
     if isinstance(mask, mx.array):
         return None
-    found = route(q, k, v, mask, sinks, lens=lens, joint=True)
+    found = route(q, k, v, mask, sinks, group_size, bits, lens, joint=True)
     if found.launch is None:
         return None
     found.calls += 1

@@ -41,7 +41,7 @@ def attend(
     coded = {"group_size": group_size, "bits": bits}
     if (arrays := cache.joint(k, v)) is not None:
         more = {"mask": mask, "lens": cache.position.lens}
-        both = attention_ops.attend_joint(q, k, v, arrays, **more, **options)
+        both = attention_ops.attend_joint(q, k, v, arrays, **more, **options, **coded)
         if both is not None:
             o, cache.recent = both
             return o

@@ -19,6 +19,7 @@ from .arguments import DTYPES
 from .attention_ops import sdpa
 from .attention_step import attend
 from .block_match import ATTENTION, Fused, rope_of
+from .joint_step import JointStep
 from .launch.fused import (
     planned,
     prepare_add,
@@ -32,7 +33,7 @@ from .plan import supports_fused
 from .problem import Matmul
 from .rotary import angles
 from .routes import ROUTES, Route, keep_route
-from .step_cache import JointStep, StepCache
+from .step_cache import StepCache
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 

@@ -13,10 +13,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from .class_swap import mixed
-from .step_cache import RECENT
+from .joint_step import RECENT
 
 # A cache that is asked within so many tokens of a step, so many times in a row, stays
 # plain: to join it copies all of it.
@@ -36,12 +36,13 @@ class _Joint:
     """Mixed into a cache's class by :func:`join`.
 
     kv [2 B, Hkv, length, D]: keys, then values; recent [2 B, Hkv, RECENT, D]: those
-    that are to take its places from ``held`` to :func:`end`. since: its offset when it
-    was joined, and by which thread.
+    that are to take its places from ``held`` to :func:`end`; both as lists of an array,
+    or of three. length: of kv. since: its offset when it was joined, and by which
+    thread.
     """
 
     keys, values = _held("keys"), _held("values")
-    nbytes = property(lambda c: c.kv.nbytes)
+    nbytes = property(lambda c: sum(a.nbytes for a in c.kv))
 
     def empty(self) -> bool:
         return False
@@ -50,8 +51,10 @@ class _Joint:
         return part(self).__reduce_ex__(protocol)
 
 
-JOINT, JOINT_RING = mixed(_Joint, KVCache), mixed(_Joint, RotatingKVCache)
-_PLAIN = {JOINT: KVCache, JOINT_RING: RotatingKVCache}
+KINDS = KVCache, RotatingKVCache, QuantizedKVCache
+JOINT, JOINT_RING, JOINT_CODES = (mixed(_Joint, kind) for kind in KINDS)
+_PLAIN = dict(zip((JOINT, JOINT_RING, JOINT_CODES), KINDS, strict=True))
+_JOINT = {plain: kind for kind, plain in _PLAIN.items()}
 
 
 def end(c: Any) -> int:
@@ -69,7 +72,8 @@ def settle(c: Any) -> None:
     forget_trimmed(c)
     first, last = c.held, end(c)
     if first < last:
-        c.kv[:, :, first:last] = c.recent[:, :, : last - first]
+        for a, recent in zip(c.kv, c.recent, strict=True):
+            a[:, :, first:last] = recent[:, :, : last - first]
         c.held = last
 
 
@@ -81,31 +85,37 @@ def part(c: Any) -> Any:
         if "kv" in own:
             settle(c)
             # Arrays of their own, so that each can be written in place.
-            halves, (since, thread) = [*map(mx.contiguous, mx.split(c.kv, 2))], c.since
+            parts = [[*map(mx.contiguous, mx.split(a, 2))] for a in c.kv]
+            since, thread = c.since
             if thread != threading.get_ident():
                 # No other thread evaluates what is to be done on a stream of this one.
-                mx.eval(halves)
-            own["keys"], own["values"] = halves
+                mx.eval(parts)
+            halves = [*zip(*parts, strict=True)]
+            one = len(parts) == 1
+            own["keys"], own["values"] = [h[0] for h in halves] if one else halves
             _asked[c] = _asked.get(c, 0) + 1 if c.offset - since < SOON else 0
         c.__class__ = _PLAIN.get(type(c), type(c))
-        for name in ("kv", "recent", "held", "since"):
+        for name in ("kv", "recent", "held", "since", "length"):
             own.pop(name, None)
     return c
 
 
 def join(c: Any) -> None:
     """Join a plain cache, unless it is empty, uneven or asked too often."""
-    k, v = c.keys, c.values
-    if k is None or k.shape != v.shape or k.dtype != v.dtype:
+    if c.keys is None or _asked.get(c, 0) >= TIMES:
         return
-    if k.shape[2] > getattr(c, "max_size", k.shape[2]):
+    many = not isinstance(c.keys, mx.array)
+    pairs = [*zip(c.keys, c.values, strict=True)] if many else [(c.keys, c.values)]
+    if any(k.shape != v.shape or k.dtype != v.dtype for k, v in pairs):
+        return
+    length = pairs[0][0].shape[2]
+    if length > getattr(c, "max_size", length):
         return  # a prompt left more than the ring keeps; the next step drops it
-    if _asked.get(c, 0) < TIMES:
-        c.kv, c.since = mx.concatenate([k, v]), (c.offset, threading.get_ident())
-        room = (*c.kv.shape[:2], RECENT, c.kv.shape[3])
-        c.recent, c.held = mx.zeros(room, c.kv.dtype), end(c)
-        c.__class__ = next(joint for joint, kind in _PLAIN.items() if kind is type(c))
-        del vars(c)["keys"], vars(c)["values"]
+    c.kv, c.length = [*map(mx.concatenate, pairs)], length
+    c.recent = [mx.zeros((*a.shape[:2], RECENT, a.shape[3]), a.dtype) for a in c.kv]
+    c.held, c.since = end(c), (c.offset, threading.get_ident())
+    c.__class__ = _JOINT[type(c)]
+    del vars(c)["keys"], vars(c)["values"]
 
 
 def join_plain(caches: Sequence[Any], apart: Collection[int]) -> None:
@@ -114,5 +124,5 @@ def join_plain(caches: Sequence[Any], apart: Collection[int]) -> None:
         if layer in apart:
             if type(c) in _PLAIN:
                 part(c)
-        elif type(c) is KVCache or type(c) is RotatingKVCache:
+        elif type(c) in _JOINT:
             join(c)

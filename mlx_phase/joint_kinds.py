@@ -8,15 +8,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from .cache_joint import JOINT, JOINT_RING, end, forget_trimmed, settle
+from .cache_joint import JOINT, JOINT_CODES, JOINT_RING, end, forget_trimmed, settle
 from .cache_kinds import KINDS, Kind, Rotating, extended, room_for
-from .step_cache import RECENT, JointRing, JointStep
+from .joint_step import RECENT, JointCodes, JointRing, JointStep
+
+
+def _grow(c: Any, more: int) -> None:
+    if more:
+        c.kv, c.length = [extended(a, more) for a in c.kv], c.length + more
 
 
 class _Joint(Kind):
     # Most caches of most steps: their methods on many take no call for each.
     view = JointStep
-    _state = attrgetter("offset", "held", "kv.shape")
+    _state = attrgetter("offset", "held", "length")
 
     def state(self, c: Any, L: int) -> tuple | None:
         return self._state(c)
@@ -31,20 +36,22 @@ class _Joint(Kind):
         forget_trimmed(c)
         if c.offset + L - c.held > RECENT:
             settle(c)
-        if more := room_for(c.kv.shape[2], c.offset + L, c.step):
-            c.kv = extended(c.kv, more)
+        _grow(c, room_for(c.length, c.offset + L, c.step))
 
     def lens(self, c: Any, B: int, keys: int) -> mx.array:
         return mx.array([[keys] * B, [c.held] * B, [end(c)] * B], mx.int32)
 
     def buffers(self, c: Any) -> Sequence[mx.array]:
-        return c.kv, c.recent
+        return [*c.kv, *c.recent]
 
     def all_done(
         self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
     ) -> None:
-        for c, kv, recent in zip(caches, arrays[::2], arrays[1::2], strict=True):
-            c.kv, c.recent = kv, recent
+        each = len(arrays) // len(caches)
+        half = each // 2
+        for i, c in enumerate(caches):
+            own = arrays[i * each : (i + 1) * each]
+            c.kv, c.recent = own[:half], own[half:]
             c.offset += L
 
 
@@ -52,7 +59,7 @@ class _JointRing(_Joint, Rotating):
     view = JointRing
 
     def state(self, c: Any, L: int) -> tuple | None:
-        found = self.fits(c, c.kv.shape[2], L)
+        found = self.fits(c, c.length, L)
         return None if found is None else (*found, c.held)
 
     def states(self, caches: Sequence[Any], L: int) -> list[tuple | None]:
@@ -60,10 +67,8 @@ class _JointRing(_Joint, Rotating):
 
     def room(self, c: Any, L: int) -> None:
         forget_trimmed(c)
-        length = c.kv.shape[2]
-        more = room_for(length, min(c.offset + L, c.max_size), c.step, c.max_size)
-        if more:
-            c.kv = extended(c.kv, more)
+        need = min(c.offset + L, c.max_size)
+        _grow(c, room_for(c.length, need, c.step, c.max_size))
         if c._idx == c.max_size:
             settle(c)
             c._idx = c.held = c.keep
@@ -71,7 +76,7 @@ class _JointRing(_Joint, Rotating):
             settle(c)
 
     def place(self, c: Any, L: int) -> tuple[int, int]:
-        return c._idx, min(c.offset + L, c.kv.shape[2])
+        return c._idx, min(c.offset + L, c.length)
 
     def all_done(
         self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
@@ -81,4 +86,11 @@ class _JointRing(_Joint, Rotating):
             c._idx += L
 
 
-KINDS |= {JOINT: _Joint(), JOINT_RING: _JointRing()}
+class _JointCodes(_Joint):
+    view = JointCodes
+
+    def fixed(self, c: Any) -> tuple:
+        return c.group_size, c.bits
+
+
+KINDS |= {JOINT: _Joint(), JOINT_RING: _JointRing(), JOINT_CODES: _JointCodes()}

@@ -127,12 +127,18 @@ def supports_form(problem: Sdpa) -> str | None:
                 f"{name} has {bits}-bit codes in groups of {group} of {dim}: kernels "
                 f"have bits {CACHE_BITS} and groups {CACHE_GROUPS}"
             )
-    if p.joint and (
-        p.mask != "none" or dims[0] != dims[1] or min(p.k_bits, p.v_bits) < 16
-    ):
-        return "keys and values in one array are plain, of one head dim, without a mask"
-    if p.joint and not p.lens:
-        return "keys in one array with recent ones beside it are counted on the device"
+    return _why_not_joint(p) if p.joint else None
+
+
+def _why_not_joint(p: Sdpa) -> str | None:
+    if p.mask != "none" or not p.lens:
+        return "a joint cache has its keys counted on the device, and no mask"
+    k, v = (p.head_dim, p.k_bits, p.k_group), (p.v_head_dim, p.v_bits, p.v_group)
+    if k != v:
+        return "keys and values in one array are of one head dim and format"
+    # Inputs under 8 elements are `constant` in MSL.
+    if p.k_bits < 16 and 2 * p.batch * p.kv_heads * (p.head_dim // p.k_group) < 8:
+        return "fewer than 8 scales in a token of a joint cache"
     return None
 
 
@@ -167,7 +173,7 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         keys = min(keys, 2)  # a key takes twice the registers
     if min(p.k_bits, p.v_bits) < 16:
         kernel += "_codes"
-    elif p.joint:
+    if p.joint:
         kernel += "_joint"
     rows, threadgroups, ahead = row_block(G * p.q_len, most), 0, False
     if kernel.startswith("sdpa_matrix"):
@@ -180,7 +186,7 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         rows = min(most, -(-G * p.q_len // 8) * 8)
     if ahead:
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
-        coded = kernel.endswith("_codes")
+        coded = "_codes" in kernel
         # 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8
         # heads: 34.8 us in a sweep, 38.5 with 8 and the text before. One block: 82.8
         # and 81.9 at 128k keys.

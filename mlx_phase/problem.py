@@ -97,8 +97,8 @@ class Sdpa:
     the last row all. ``window``: row i sees at most that many, up to its own (0: all).
     ``mask``: ``none``, ``bool`` or ``additive``. ``sinks``: one more score per head, in
     the denominator alone. ``lens``: keys of each batch row are counted on the device.
-    ``joint``: k and v are one array ``[2 B, Hkv, k_len, D]``, k first, and those of the
-    last tokens lie beside it, counted on the device too.
+    ``joint``: k and v are one array ``[2 B, Hkv, k_len, D]``, k first (codes: three),
+    and those of the last tokens lie beside it, counted on the device too.
     ``k_len`` is not part of any plan; 0 says any.
     """
 

@@ -9,7 +9,6 @@ side, on the caches themselves).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import mlx.core as mx
 
@@ -17,10 +16,6 @@ from .launch.fused import Rotary
 from .rotary import Rope, angles, same_rope
 
 Packed = tuple[mx.array, mx.array, mx.array]
-
-# Tokens whose keys may lie beside a joint cache: more are written less often, but each
-# step copies those there are.
-RECENT = 32
 
 
 class Untraceable(RuntimeError):
@@ -137,66 +132,6 @@ class StepCache:
         return None if N == 1 else "causal"
 
 
-class JointStep(StepCache):
-    """The same for joint caches: kv [2 B, Hkv, length, D], keys and then values, and
-    recent [2 B, Hkv, RECENT, D], what comes in the place of some of its last.
-
-    A step leaves kv as it is: attention gets its keys beside it and gives the next
-    recent ones. Whole keys and values are made for who asks for them alone.
-    """
-
-    def __init__(self, buffers: Sequence[mx.array], position: Position):
-        self.kv, self.recent = buffers
-        self.position, self.unread = position, False
-        self.held, self.now = position.lens[1, 0], position.lens[2, 0]
-        self._arrays: tuple[mx.array, ...] | None = None
-        self._halves = self.keys, self.values = self._merged(self.now)
-
-    def _merged(self, end: mx.array) -> list[mx.array]:
-        """Whole keys and values, with the recent ones before place ``end``."""
-        at = mx.arange(self.kv.shape[2]) - self.held
-        recent = mx.take(self.recent, mx.clip(at, 0, RECENT - 1), axis=2)
-        there = (at >= 0) & (at < end - self.held)
-        return mx.split(mx.where(there[:, None], recent, self.kv), 2)
-
-    def buffers(self) -> list[mx.array]:
-        """The arrays it was made of, with the step's keys in them."""
-        now = self.keys, self.values
-        if not all(map(is_, now, self._halves)):
-            # A model has set them, as where they must wait for what it sends.
-            self.came_apart, self._halves = True, now
-            self.kv = mx.concatenate(now)
-            last = mx.minimum(self.held + mx.arange(RECENT), self.kv.shape[2] - 1)
-            self.recent = mx.take(self.kv, last, axis=2)
-        return [self.kv, self.recent]
-
-    @property
-    def lens(self) -> mx.array:
-        """As `StepCache`."""
-        return self.position.lens[0]
-
-    def joint(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
-        """As `StepCache`."""
-        same = all(map(is_, (keys, values), self._halves))
-        return self._arrays if same else None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
-        """As `StepCache`."""
-        self.came_apart = True
-        return self.write(mx.concatenate([keys, values]))
-
-    def write(self, new: mx.array) -> tuple:
-        """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
-        if new.dtype != self.kv.dtype:
-            raise Untraceable(f"new keys are {new.dtype}, the cache is {self.kv.dtype}")
-        self._arrays, self.unread = (self.kv, self.recent, new), True
-        at = (self.position.index - self.held)[None, None, :, None]
-        at = mx.broadcast_to(at, new.shape)
-        self.recent = mx.put_along_axis(self.recent, at, new, axis=2)
-        self._halves = self.keys, self.values = self._merged(self.now + new.shape[2])
-        return self.keys, self.values
-
-
 class QuantizedStep(StepCache):
     """The same for ``QuantizedKVCache``: keys are (codes, scales, biases)."""
 
@@ -238,14 +173,6 @@ class RotatingStep(StepCache):
         if N == 1:
             raise Untraceable("a window smaller than its rotating cache")
         return super().make_mask(N, return_array, window_size)
-
-
-class JointRing(JointStep, RotatingStep):
-    """The same for rotating caches that are joint: places count in the ring."""
-
-    def __init__(self, buffers: Sequence[mx.array], position: Position, max_size: int):
-        JointStep.__init__(self, buffers, position)
-        self.max_size = max_size
 
 
 class BatchStep(StepCache):

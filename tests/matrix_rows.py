@@ -12,6 +12,7 @@ from mlx_phase.problem import Matmul, Sdpa
 
 #: The kernels that these rows reach.
 KERNELS = {"sdpa_matrix", "sdpa_matrix_codes", "sdpa_matrix_joint"}
+KERNELS |= {"sdpa_matrix_codes_joint"}
 KERNELS |= {"qmm_small", "qmm_small_fp"}
 
 # Codes of an even number of groups come through the ring.
@@ -25,6 +26,7 @@ _ATTENTION = (
     (Sdpa(32, 8, 128, 128, k_bits=4, v_bits=4, k_group=32, v_group=32), 8, False),
     (Sdpa(32, 8, 128, 128, lens=True, sinks=True, joint=True), 8, False),
     (Sdpa(32, 8, 64, 64, dtype="float16", **_RING), 16, True),
+    (Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8, lens=True, joint=True), 8, False),
     (Sdpa(8, 8, 64, 64, k_bits=16, v_bits=8, dtype="float32", mask="bool"), 8, False),
 )
 _MATMUL = (

@@ -8,6 +8,7 @@ from mlx_phase.plan_attention import SdpaPlan, plan_sdpa
 from mlx_phase.problem import Sdpa
 
 # Every dtype, head-dim class, format, mask and mode; heads, rows and chips take turns.
+GROUPS_OF_32 = {"k_group": 32, "v_group": 32}
 PROBLEMS = (
     Sdpa(32, 8, 128, 128),
     Sdpa(32, 8, 128, 128, q_len=4, causal=True, lens=True),
@@ -23,6 +24,9 @@ PROBLEMS = (
     Sdpa(9, 3, 96, 96, k_bits=16, v_bits=8, v_group=32),
     Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
     Sdpa(8, 2, 64, 64, q_len=2, causal=True, lens=True, dtype="float32", joint=True),
+    Sdpa(
+        32, 8, 96, 96, k_bits=8, v_bits=8, k_group=32, v_group=32, lens=True, joint=True
+    ),
 )
 
 
@@ -51,10 +55,12 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
     """The same without the template."""
     text = source.load(kernel, narrow)
     metal = METAL_TYPES[problem.dtype]
-    names = ("q", "k", "v", "kv", "recent", "fresh", "ks", "kb", "vs", "vb")
+    codes = {bits: metal if bits >= 16 else "uint32_t" for bits in (4, 8, 16, 32)}
+    joint = ("kv", "recent", "fresh", "kept")
+    names = ("q", "ks", "kb", "vs", "vb", *[f"{n}_{x}" for n in joint for x in "sb"])
     types = dict.fromkeys(names, metal)
-    types |= {"k": metal if problem.k_bits >= 16 else "uint32_t"}
-    types |= {"v": metal if problem.v_bits >= 16 else "uint32_t"}
+    types |= {"k": codes[problem.k_bits], "v": codes[problem.v_bits]}
+    types |= dict.fromkeys(joint, codes[problem.k_bits])
     types |= {"mask": {"bool": "bool", "additive": metal}.get(problem.mask, "float")}
     inputs = []
     for name in text.input_names:
@@ -67,7 +73,7 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
         Arg("out", metal if direct else "float", 4 if direct else 5, 4096),
         Arg("ml", "float", 1 if direct else 5, 1 if direct else 4096),
     ]
-    outputs += [Arg("kept", metal, 4, 4096)] * problem.joint
+    outputs += [Arg(name, types[name], 4, 4096) for name in text.output_names[2:]]
     return text.name, inputs, outputs, text.body, text.header
 
 

@@ -22,7 +22,7 @@ from mlx_phase import cache_joint
 from mlx_phase.cache_groups import grouped
 from mlx_phase.cache_joint import JOINT
 from mlx_phase.executor import executor_name
-from mlx_phase.step_cache import RECENT
+from mlx_phase.joint_step import RECENT
 
 traced_module = importlib.import_module("mlx_phase.traced")
 
@@ -169,7 +169,7 @@ def test_buffers_grow_joint(patched):
     caches = make_prompt_cache(patched)
     patched(TOKENS[:, :255], cache=caches)
     steps(patched, caches, 255, [1, 1])
-    assert type(caches[0]) is JOINT and caches[0].kv.shape == (2, 2, 512, 64)
+    assert type(caches[0]) is JOINT and caches[0].kv[0].shape == (2, 2, 512, 64)
     assert caches[0].keys.shape == (1, 2, 512, 64)
 
 
@@ -253,7 +253,7 @@ def test_compiled_steps_write_in_place():
         group.note(1, outs)
         del outs
         mx.eval(o, c.kv)
-        where.append(np.array(c.kv, copy=False).__array_interface__["data"][0])
+        where.append(np.array(c.kv[0], copy=False).__array_interface__["data"][0])
         k, v = want.update_and_fetch(*mx.split(new, 2))
         q = mx.ones((1, 4, 1, 16))
         right = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0)

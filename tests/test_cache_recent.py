@@ -6,6 +6,7 @@ import tolerance
 from block_models import family
 from mlx_lm.models.cache import (
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
     trim_prompt_cache,
@@ -14,9 +15,9 @@ from test_cache_joint import patched, started, steps  # noqa: F401
 from test_traced import TOKENS, model
 
 import mlx_phase
-from mlx_phase import attention_ops, cache_joint
-from mlx_phase.cache_joint import JOINT, JOINT_RING
-from mlx_phase.step_cache import RECENT
+from mlx_phase import attention_ops, cache_joint, ops
+from mlx_phase.cache_joint import JOINT, JOINT_CODES, JOINT_RING
+from mlx_phase.joint_step import RECENT
 
 # Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
 # those that the array holds, and both.
@@ -71,6 +72,44 @@ def test_keys_beside_the_array_have_the_bits_of_plain_caches(
         assert a.offset == b.offset
         for x, y in zip(a.state[:2], b.state[:2], strict=True):
             tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("course", ["ones", "drafts", "far back"])
+def test_codes_have_the_bits_of_plain_caches(
+    course,
+    bits,
+    patched,  # noqa: F811
+    monkeypatch,
+):
+    def run() -> tuple[list, list]:
+        caches = [QuantizedKVCache(32, bits) for _ in range(2)]
+        patched(TOKENS[:, :20], cache=caches)
+        outs = [steps(patched, caches, 20, [1, 1])]
+        return outs + went(patched, caches, COURSES[course]), caches
+
+    have, caches = run()
+    assert [type(c) for c in caches] == [JOINT_CODES] * 2
+    served = ops.served().kernels
+    assert any(name.startswith("sdpa_split_codes_joint") for name in served)
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    want, plain = run()
+    assert [type(c) for c in plain] == [QuantizedKVCache] * 2
+    for x, y in zip(have, want, strict=True):
+        tolerance.assert_bits(x, y)
+    for a, b in zip(caches, plain, strict=True):
+        # Looked at, it is what it was: keys and values of three arrays.
+        assert a.offset == b.offset and a.meta_state == b.meta_state
+        for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True):
+            tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
+    assert [type(c) for c in caches] == [QuantizedKVCache] * 2
+
+
+def test_few_scales_stay_plain(patched):  # noqa: F811
+    caches = [QuantizedKVCache(64, 8) for _ in range(2)]
+    patched(TOKENS[:, :20], cache=caches)
+    steps(patched, caches, 20, [1, 1])
+    assert [type(c) for c in caches] == [QuantizedKVCache] * 2
 
 
 @pytest.mark.parametrize("ring", RINGS)

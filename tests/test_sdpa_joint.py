@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 import sdpa_case
 import tolerance
+from sdpa_case import form
 
 from mlx_phase import attention_ops, ops
 from mlx_phase.attention_check import joint
@@ -22,10 +23,10 @@ def joint_plan(case: sdpa_case.Case, matrix: bool, **changes):
     return replace(plan, kernel=f"{plan.kernel}_joint")
 
 
-def joint_run(case: sdpa_case.Case, plan, recent: int, arrays=None, **more):
-    """What the kernel of one array gives: (o, the next recent keys)."""
+def joint_run(case: sdpa_case.Case, plan, recent: int, arrays=None):
+    """What the kernel of one array gives: (o, the next recent keys, or three)."""
     problem = replace(case.problem, joint=True, lens=True)
-    made, _, lens = joint(problem, case.k, case.v, ends(case), recent)
+    made, _, lens = joint(problem, *case.caches(), ends(case), recent)
     run = attention.prepare(problem, plan)
     sinks = case.extras.get("sinks")
     return run(case.q, arrays or made, None, scale=case.scale, lens=lens, sinks=sinks)
@@ -45,13 +46,16 @@ def both(case: sdpa_case.Case, matrix: bool, recent: int = 5, **changes):
     return o, case.run(apart), kept
 
 
-def assert_kept(kept: mx.array, case: sdpa_case.Case, recent: int):
+def assert_kept(kept: list[mx.array], case: sdpa_case.Case, recent: int):
     """Keys and values of the tokens before the step and of the step, in this order."""
     B, q_len = case.problem.batch, case.problem.q_len
-    for i, row in enumerate(mx.concatenate([case.k, case.v])):
-        end = ends(case)[i % B]
-        want = row[:, max(0, end - q_len - recent) : end]
-        tolerance.assert_bits(kept[i, :, : want.shape[1]], want)
+    k, v = ([a] if isinstance(a, mx.array) else a for a in case.caches())
+    assert len(kept) == len(k)
+    for have, *pair in zip(kept, k, v, strict=True):
+        for i, row in enumerate(mx.concatenate(pair)):
+            end = ends(case)[i % B]
+            want = row[:, max(0, end - q_len - recent) : end]
+            tolerance.assert_bits(have[i, :, : want.shape[1]], want)
 
 
 SHAPES = {
@@ -62,6 +66,12 @@ SHAPES = {
     "window": dict(q_len=4, k_len=130, causal=True, window=50, lens=(129,)),
     "sinks": dict(q_len=1, k_len=70, sinks=True, dtype="float16"),
     "sinks direct": dict(q_len=2, k_len=40, sinks=True, causal=True, dims=(128, 128)),
+    "8 bits": dict(q_len=3, k_len=141, causal=True, heads=(6, 2), **form(8, 8, 32)),
+    "4 bits": dict(q_len=1, k_len=117, batch=2, lens=(117, 50), **form(4, 4, 64))
+    | dict(dims=(128, 128)),
+    "8 bits direct": dict(q_len=2, k_len=40, causal=True, dtype="float16")
+    | dict(heads=(4, 4), **form(8, 8, 64)),
+    "4 bits wide": dict(q_len=1, k_len=70, dtype="float32", **form(4, 4, 32)),
 }
 
 
@@ -120,7 +130,7 @@ def test_recent_keys_in_the_midst_of_a_ring(now, recent, matrix):
     o, kept = run(case.q, [*arrays, fresh], None, scale=case.scale, lens=lens)
     apart = replace(plan, kernel=plan.kernel.removesuffix("_joint"))
     tolerance.assert_bits(o, case.run(apart))
-    tolerance.assert_bits(kept[:, :, : recent + 1], whole[:, :, held : now + 1])
+    tolerance.assert_bits(kept[0][:, :, : recent + 1], whole[:, :, held : now + 1])
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
@@ -148,8 +158,9 @@ def test_arrays_off_16_bytes_and_views(matrix):
     want, kept = joint_run(case, plan, 5)
     for i in range(3):
         some = [off_16_bytes(a) if j == i else a for j, a in enumerate(arrays)]
-        for x, y in zip(joint_run(case, plan, 5, some), (want, kept), strict=True):
-            tolerance.assert_bits(x[..., :7, :], y[..., :7, :])
+        o, again = joint_run(case, plan, 5, some)
+        tolerance.assert_bits(o, want)
+        tolerance.assert_bits(again[0][:, :, :7], kept[0][:, :, :7])
     turned = [
         mx.contiguous(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for a in arrays
     ]
@@ -171,7 +182,7 @@ def test_rows_are_exact():
     "change",
     [
         *(dict(mask="bool"), dict(v_head_dim=32), dict(k_bits=8), dict(v_bits=4)),
-        dict(lens=False),
+        *(dict(lens=False), dict(k_bits=8, v_bits=8, kv_heads=1)),
     ],
 )
 def test_what_no_such_kernel_takes(change):
@@ -205,11 +216,12 @@ def test_a_mask_or_a_kernel_that_is_off_leaves_it_to_whole_arrays():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("q_len, k_len", [(1, 9001), (4, 1001), (16, 200)])
 @pytest.mark.parametrize("recent", [0, 17, 31])
-def test_on_tensor_cores(dim, q_len, k_len, recent):
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_on_tensor_cores(dim, q_len, k_len, recent, bits):
     """As planned, over a buffer that is longer than its keys."""
     case = sdpa_case.case(
         heads=(32, 8), dims=(dim, dim), q_len=q_len, k_len=k_len, causal=True,
-        lens=(k_len,),
+        lens=(k_len,), **form(bits, bits, 64),
     )  # fmt: skip
     out, kept = joint_run(case, None, recent)
     tolerance.assert_close(out, *case.oracle(), "bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,15 +13,15 @@ from ..problem import Sdpa
 from .matmul import device_chip, kernel
 
 # A cache: a plain view, or (codes, scales, biases) as mlx-lm's QuantizedKVCache has it.
-# Of a joint problem k has (kv, recent, fresh), and v is None.
-Cache = mx.array | tuple[mx.array, mx.array, mx.array] | None
+# Of a joint problem k has all arrays, and v is None.
+Cache = mx.array | Sequence[mx.array] | None
 MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 
 def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
     p = spread(p, direct)
-    args = form(problem, p.kernel.endswith("_codes"))
+    args = form(problem, "_codes" in p.kernel)
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
     args += [("W", row_blocks(problem, p, direct)), ("CHUNK", p.chunk)]
     args += [("WINDOW", problem.window > 0)]
@@ -47,7 +47,7 @@ def spread(p: SdpaPlan, direct: bool) -> SdpaPlan:
 def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
     # Codes that come ahead have a ring in threadgroup memory for each simdgroup.
-    ring = p.ahead and p.kernel.endswith("_codes")
+    ring = p.ahead and "_codes" in p.kernel
     if p.kernel.startswith("sdpa_matrix") and (direct or ring):
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
@@ -174,19 +174,20 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     0. ValueError if no kernel supports the problem.
 
     Of a joint problem v is None and k three arrays: kv [2 B, Hkv, k_len, D], keys and
-    then values; fresh [2 B, Hkv, q_len, D], this step's; recent [2 B, Hkv, room, D],
-    those of the steps before it that kv lacks. lens is [3, B]: keys that exist, the
-    place in kv of the first recent one and that of the first fresh one, at most ``room
-    - q_len`` behind. The function gives (o, recent of the next step). An array that is
-    not contiguous is copied.
+    then values; recent [2 B, Hkv, room, D], those of earlier steps that kv lacks; fresh
+    [2 B, Hkv, q_len, D], this step's. Of codes each is three arrays: kv's, then those
+    of recent, then fresh. lens is [3, B]: keys that exist, the place in kv of the first
+    recent one and that of the first fresh one, at most ``room - q_len`` behind. The
+    function gives (o, arrays of the next step's recent). An array that is not
+    contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
     B, H, q_len, DV = problem.batch, problem.q_heads, problem.q_len, problem.v_head_dim
-    coded = p.kernel.endswith("_codes")
+    coded = "_codes" in p.kernel
 
     @lru_cache(maxsize=4096)
-    def launch(chunks: int, kept: tuple[int, ...] | None = None) -> dict[str, object]:
+    def launch(chunks: int, *kept: tuple[int, ...]) -> dict[str, object]:
         direct = chunks == 1
         W = row_blocks(problem, p, direct)
         threads = 32 * p.simdgroups * W
@@ -194,13 +195,14 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         groups = turns(problem, p, chunks) + problem.joint
         state = [(B, H, q_len, chunks, n) for n in (DV, 2)]
         shapes = [_out_shape(problem), (1,)] if direct else state
-        dtypes = [dtype if direct else mx.float32, mx.float32, dtype]
+        dtypes = [dtype if direct else mx.float32, mx.float32]
+        dtypes += [mx.uint32, dtype, dtype] if coded and kept else [dtype] * len(kept)
         return {
             "template": template(problem, p, direct),
             "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": [*shapes, kept] if problem.joint else shapes,
-            "output_dtypes": dtypes if problem.joint else dtypes[:2],
+            "output_shapes": [*shapes, *kept],
+            "output_dtypes": dtypes,
         }
 
     def call(
@@ -212,16 +214,17 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
         lens: mx.array | None = None,
-    ) -> mx.array | tuple[mx.array, mx.array]:
+    ) -> mx.array | tuple[mx.array, list[mx.array]]:
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         if not (chunks := -(-inputs[1].shape[2] // p.chunk)):
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
-        how = launch(chunks, inputs[2].shape) if problem.joint else launch(chunks)
+        recent = k[len(k) // 3 : 2 * len(k) // 3] if problem.joint else ()
+        how = launch(chunks, *[a.shape for a in recent])
         out, ml, *kept = kernel(p.kernel, problem.joint)(inputs=inputs, **how)
         one = chunks == 1
         o = _by_head(out, q_len) if one else merge(problem, out, ml, sinks)
-        return (o, *kept) if problem.joint else o
+        return (o, kept) if problem.joint else o
 
     return call
 

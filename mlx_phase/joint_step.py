@@ -1,0 +1,127 @@
+"""Joint caches as a traced step sees them (`step_cache.py`, `cache_joint.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import mlx.core as mx
+
+from .step_cache import (
+    Packed,
+    Position,
+    QuantizedStep,
+    RotatingStep,
+    StepCache,
+    Untraceable,
+)
+
+# Tokens whose keys may lie beside a joint cache: more are written less often, but each
+# step copies those there are.
+RECENT = 32
+
+
+class JointStep(StepCache):
+    """The same for joint caches: kv [2 B, Hkv, length, D], keys and then values, and
+    recent [2 B, Hkv, RECENT, D], what comes in the place of some of its last; or three
+    arrays each.
+
+    A step leaves kv as it is: attention gets its keys beside it and gives the next
+    recent ones. Whole keys and values are made for who asks for them alone.
+    """
+
+    def __init__(self, buffers: Sequence[mx.array], position: Position):
+        half = len(buffers) // 2
+        self.kv, self.recent = buffers[:half], buffers[half:]
+        self.position, self.unread = position, False
+        self.held, self.now = position.lens[1, 0], position.lens[2, 0]
+        self._arrays: tuple[mx.array, ...] | None = None
+        self._halves = self.keys, self.values = self._merged(self.now)
+
+    def _merged(self, end: mx.array) -> list[mx.array | Packed]:
+        """Whole keys and values, with the recent ones before place ``end``."""
+        at = mx.arange(self.kv[0].shape[2]) - self.held
+        recent = mx.clip(at, 0, RECENT - 1)
+        there = ((at >= 0) & (at < end - self.held))[:, None]
+        parts = [
+            mx.split(mx.where(there, mx.take(b, recent, axis=2), a), 2)
+            for a, b in zip(self.kv, self.recent, strict=True)
+        ]
+        return [self._whole(half) for half in zip(*parts, strict=True)]
+
+    def _parts(self, whole: mx.array | Packed) -> Sequence[mx.array]:
+        return [whole] if isinstance(whole, mx.array) else whole
+
+    def buffers(self) -> list[mx.array]:
+        """The arrays it was made of, with the step's keys in them."""
+        now = self.keys, self.values
+        if not all(map(is_, now, self._halves)):
+            # A model has set them, as where they must wait for what it sends.
+            self.came_apart, self._halves = True, now
+            both = zip(*map(self._parts, now), strict=True)
+            self.kv = [*map(mx.concatenate, both)]
+            last = self.held + mx.arange(RECENT)
+            last = mx.minimum(last, self.kv[0].shape[2] - 1)
+            self.recent = [mx.take(a, last, axis=2) for a in self.kv]
+        return [*self.kv, *self.recent]
+
+    @property
+    def lens(self) -> mx.array:
+        """As `StepCache`."""
+        return self.position.lens[0]
+
+    def joint(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
+        """As `StepCache`."""
+        same = all(map(is_, (keys, values), self._halves))
+        return self._arrays if same else None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        """As `StepCache`."""
+        self.came_apart = True
+        return self.write(mx.concatenate([keys, values]))
+
+    def write(self, new: mx.array) -> tuple:
+        """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
+        parts, self.unread = self._made(new), True
+        self._arrays = (*self.kv, *self.recent, *parts)
+        at = (self.position.index - self.held)[None, None, :, None]
+        self.recent = [
+            mx.put_along_axis(a, mx.broadcast_to(at, b.shape), b, axis=2)
+            for a, b in zip(self.recent, parts, strict=True)
+        ]
+        self._halves = self.keys, self.values = self._merged(self.now + new.shape[2])
+        return self.keys, self.values
+
+    def _made(self, new: mx.array) -> Sequence[mx.array]:
+        """Keys as the cache has them."""
+        if new.dtype != self.kv[0].dtype:
+            raise Untraceable(f"new keys are {new.dtype}, the cache's differ")
+        return [new]
+
+
+class JointRing(JointStep, RotatingStep):
+    """The same for rotating caches that are joint: places count in the ring."""
+
+    def __init__(self, buffers: Sequence[mx.array], position: Position, max_size: int):
+        JointStep.__init__(self, buffers, position)
+        self.max_size = max_size
+
+
+class JointCodes(JointStep, QuantizedStep):
+    """The same for quantised caches that are joint."""
+
+    def __init__(
+        self,
+        buffers: Sequence[mx.array],
+        position: Position,
+        group_size: int,
+        bits: int,
+    ):
+        self.group_size, self.bits = group_size, bits
+        JointStep.__init__(self, buffers, position)
+
+    def _whole(self, parts: Sequence[mx.array]) -> Packed:
+        return tuple(parts)
+
+    def _made(self, new: mx.array) -> Sequence[mx.array]:
+        return mx.quantize(new, group_size=self.group_size, bits=self.bits)
