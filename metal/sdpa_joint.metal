@@ -5,19 +5,18 @@
 // recent ones count, and that of the step's first. Every row lies behind the one before: nothing asks for
 // strides. Masks have kernels with strides.
 
-// Where a threadgroup is: its heads of keys and of values among those of kv, and the places of the step.
+// A threadgroup's heads of keys and of values among those of kv, and the places of the step.
 struct Joint {
   int k_len, room, q_len, len, held, now, stop, index, threads;
   size_t kh, vh;
-  bool copies;
 };
 template <typename Ints, typename Lens>
 METAL_FUNC Joint joint_at(
-    const Ints kv_shape, const int room, const int q_len, const Lens lens, const uint3 tg, const uint3 groups,
-    const uint index, const uint threads) {
-  const int B = kv_shape[0] / 2, b = tg.z / uint(kv_shape[1]), now = lens[2 * B + b], stop = now + q_len;
+    const Ints kv_shape, const int room, const int q_len, const Lens lens, const uint z, const uint index,
+    const uint threads) {
+  const int B = kv_shape[0] / 2, b = z / uint(kv_shape[1]), now = lens[2 * B + b], stop = now + q_len;
   return {kv_shape[2], room, q_len, lens[b], max(int(lens[B + b]), stop - room), now, stop, int(index), int(threads),
-          tg.z, (size_t)B * kv_shape[1] + tg.z, tg.y + 1 == groups.y};
+          z, (size_t)B * kv_shape[1] + z};
 }
 
 // One of the arrays at a head: its rows of so many bytes.
@@ -66,11 +65,11 @@ threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
 const int ROW = X::K::ROW;
 const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid, threadgroups_per_grid,
-    thread_position_in_grid.x, threads_per_grid.x);
+    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+    threads_per_grid.x);
 const Part k = part_at<ROW>(kv, recent, fresh, kept, h.kh, h),
            v = part_at<ROW>(kv, recent, fresh, kept, h.vh, h);
-if (h.copies) {
+if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   keep<ROW>(k, h); keep<ROW>(v, h);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
@@ -90,15 +89,15 @@ threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;
 const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid, threadgroups_per_grid,
-    thread_position_in_grid.x, threads_per_grid.x);
+    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+    threads_per_grid.x);
 const Part k = part_at<ROW>(kv, recent, fresh, kept, h.kh, h),
            v = part_at<ROW>(kv, recent, fresh, kept, h.vh, h);
 const Part k_s = part_at<SIDE>(kv_s, recent_s, fresh_s, kept_s, h.kh, h),
            v_s = part_at<SIDE>(kv_s, recent_s, fresh_s, kept_s, h.vh, h);
 const Part k_b = part_at<SIDE>(kv_b, recent_b, fresh_b, kept_b, h.kh, h),
            v_b = part_at<SIDE>(kv_b, recent_b, fresh_b, kept_b, h.vh, h);
-if (h.copies) {
+if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   keep<ROW>(k, h); keep<ROW>(v, h);
   keep<SIDE>(k_s, h); keep<SIDE>(v_s, h);
   keep<SIDE>(k_b, h); keep<SIDE>(v_b, h);
@@ -125,11 +124,11 @@ threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW;
 const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid, threadgroups_per_grid,
-    thread_position_in_grid.x, threads_per_grid.x);
+    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+    threads_per_grid.x);
 const Part k = part_at<ROW>(kv, recent, fresh, kept, h.kh, h),
            v = part_at<ROW>(kv, recent, fresh, kept, h.vh, h);
-if (h.copies) {
+if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   keep<ROW>(k, h); keep<ROW>(v, h);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
@@ -151,15 +150,15 @@ threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;
 const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid, threadgroups_per_grid,
-    thread_position_in_grid.x, threads_per_grid.x);
+    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+    threads_per_grid.x);
 const Part k = part_at<ROW>(kv, recent, fresh, kept, h.kh, h),
            v = part_at<ROW>(kv, recent, fresh, kept, h.vh, h);
 const Part k_s = part_at<SIDE>(kv_s, recent_s, fresh_s, kept_s, h.kh, h),
            v_s = part_at<SIDE>(kv_s, recent_s, fresh_s, kept_s, h.vh, h);
 const Part k_b = part_at<SIDE>(kv_b, recent_b, fresh_b, kept_b, h.kh, h),
            v_b = part_at<SIDE>(kv_b, recent_b, fresh_b, kept_b, h.vh, h);
-if (h.copies) {
+if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   keep<ROW>(k, h); keep<ROW>(v, h);
   keep<SIDE>(k_s, h); keep<SIDE>(v_s, h);
   keep<SIDE>(k_b, h); keep<SIDE>(v_b, h);

@@ -23,9 +23,7 @@ METAL_FUNC void load_words(const device uint* p, thread uint* w) {
 }
 // Eight values as they lie in memory, and as floats.
 template <typename T>
-METAL_FUNC void load_narrow(const device T* p, thread uint* w) {
-  EACH(i, 4) w[i] = as_type<uint>(vec<T, 2>(p[2 * i], p[2 * i + 1]));
-}
+METAL_FUNC void load_narrow(const device T* p, thread uint* w) { EACH(i, 4) w[i] = as_type<uint>(vec<T, 2>(p[2 * i], p[2 * i + 1])); }
 METAL_FUNC void load_narrow(const device float* p, thread uint* w) { EACH(i, 8) w[i] = as_type<uint>(p[i]); }
 template <typename T>
 METAL_FUNC void widen(const thread uint* w, thread float* h, const T) {
@@ -98,20 +96,17 @@ struct Sdpa {
     METAL_FUNC void load(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
       EACH(u, U) {
         const int i = min(key + u * NG, last);
-        const device Data* row = data + (size_t)i * stride;
-        const device T *s_row = scales + (size_t)i * scale_stride, *b_row = biases + (size_t)i * bias_stride;
-        if (RECENT && i >= recent.held && i < recent.stop) {
-          row = (const device Data*)RECENT_ROW(ROW, recent, recent.rows, i);
-          s_row = (const device T*)RECENT_ROW(SIDE, recent, recent.scales, i);
-          b_row = (const device T*)RECENT_ROW(SIDE, recent, recent.biases, i);
-        }
+        const bool beside = RECENT && i >= recent.held && i < recent.stop;
+        const device Data* row = beside ? (const device Data*)RECENT_ROW(ROW, recent, recent.rows, i) : data + (size_t)i * stride;
         if (B < 16) {
+          const device T* of_s = beside ? (const device T*)RECENT_ROW(SIDE, recent, recent.scales, i) : scales + (size_t)i * scale_stride;
+          const device T* of_b = beside ? (const device T*)RECENT_ROW(SIDE, recent, recent.biases, i) : biases + (size_t)i * bias_stride;
           if (has(l * NP)) {
             load_words<NP * NW, WIDE>((const device uint*)row + l * NP * NW, w + u * NP * NW);
             EACH(j, NS) {
               const uint g = (l * NP + j * NP / NS) * 8 / G;
-              s[u * NS + j] = s_row[g];
-              b[u * NS + j] = b_row[g];
+              s[u * NS + j] = of_s[g];
+              b[u * NS + j] = of_b[g];
             }
           }
         } else {

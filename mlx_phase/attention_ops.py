@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,7 +41,7 @@ def _launcher(chosen: SdpaPlan | PrefillPlan):
     return prefill_attention if isinstance(chosen, PrefillPlan) else attention
 
 
-def prepare(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> Callable[..., mx.array]:
+def prepare(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> Callable[..., Any]:
     """The launcher of a plan's kernel, see `launch.attention.prepare`."""
     return _launcher(chosen).prepare(problem, chosen)
 

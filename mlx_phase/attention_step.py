@@ -45,8 +45,7 @@ def attend(
         if both is not None:
             o, cache.recent = both
             return o
-        # To have all keys in one place takes a copy of them.
-        cache.came_apart = True
+        cache.made_whole = True
     o = attention_ops.attend(q, k, v, mask=mask, lens=lens, **options, **coded)
     if o is not None:
         return o

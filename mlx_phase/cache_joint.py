@@ -100,29 +100,36 @@ def part(c: Any) -> Any:
     return c
 
 
-def join(c: Any) -> None:
+def join(c: Any) -> bool:
     """Join a plain cache, unless it is empty, uneven or asked too often."""
     if c.keys is None or _asked.get(c, 0) >= TIMES:
-        return
+        return False
     many = not isinstance(c.keys, mx.array)
     pairs = [*zip(c.keys, c.values, strict=True)] if many else [(c.keys, c.values)]
     if any(k.shape != v.shape or k.dtype != v.dtype for k, v in pairs):
-        return
+        return False
     length = pairs[0][0].shape[2]
     if length > getattr(c, "max_size", length):
-        return  # a prompt left more than the ring keeps; the next step drops it
+        return False  # a prompt left more than the ring keeps; the next step drops it
     c.kv, c.length = [*map(mx.concatenate, pairs)], length
     c.recent = [mx.zeros((*a.shape[:2], RECENT, a.shape[3]), a.dtype) for a in c.kv]
     c.held, c.since = end(c), (c.offset, threading.get_ident())
     c.__class__ = _JOINT[type(c)]
     del vars(c)["keys"], vars(c)["values"]
+    return True
 
 
 def join_plain(caches: Sequence[Any], apart: Collection[int]) -> None:
     """Join the plain caches, but for those of layers ``apart``."""
+    joined = False
     for layer, c in enumerate(caches):
         if layer in apart:
             if type(c) in _PLAIN:
                 part(c)
         elif type(c) in _JOINT:
-            join(c)
+            joined = join(c) or joined
+    if joined:
+        # One was asked: layers share what says where a step goes if they hold as much.
+        for c in caches:
+            if type(c) in _PLAIN:
+                settle(c)

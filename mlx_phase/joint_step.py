@@ -82,6 +82,7 @@ class JointStep(StepCache):
 
     def write(self, new: mx.array) -> tuple:
         """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
+        self.buffers()
         parts, self.unread = self._made(new), True
         self._arrays = (*self.kv, *self.recent, *parts)
         at = (self.position.index - self.held)[None, None, :, None]

@@ -27,9 +27,9 @@ class Position:
 
     index: int32 [length], where in the buffers the step's keys go. lens: int32 [batch],
     keys that exist after it; for joint caches [3, batch], as `launch.attention` has it.
-    start: int32 position of the first token for rotary
-    embeddings, a scalar or one for each sequence [batch]. left: int32 [batch], keys at
-    the left that are padding, or None.
+    start: int32 position of the first token for rotary embeddings, a scalar or one for
+    each sequence [batch]. left: int32 [batch], keys at the left that are padding, or
+    None.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class Position:
 class StepCache:
     """One layer's cache inside the trace; stands in for ``KVCache``."""
 
-    # A joint cache costs more than two arrays here.
+    # A joint cache was given keys and values in two arrays: a launch more than apart.
     came_apart = False
+    # Attention had to have them whole, which is a copy of a joint cache.
+    made_whole = False
 
     def __init__(self, buffers: Sequence[mx.array], position: Position):
         half = len(buffers) // 2

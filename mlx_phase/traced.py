@@ -9,57 +9,27 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from operator import is_
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import rollback, routes
+from . import rollback
 from .attention_step import attention_of_step
 from .cache_groups import Form, Group, fit_empty, grouped
-from .cache_joint import USING, join_plain
+from .cache_joint import USING, join_plain, part
 from .class_swap import copied, mixed, swap_back
 from .executor import executor_name
 from .module_watch import changes, watch
-from .ops import Route, counted
+from .ops import counted
 from .plan import MAX_M
 from .step_cache import Untraceable
+from .trace import Trace
 
 # Traces kept: one per number of rows and length of the buffers.
 MAX_TRACES = 16
 # Of a model's own code that is given arrays where it counts in Python.
 ERRORS = (Untraceable, AttributeError, TypeError, ValueError, RuntimeError)
-
-
-class Trace:
-    """A compiled step and the routes that it calls, each with how often."""
-
-    __slots__ = ("call", "routes", "kernels", "generation")
-
-    def __init__(self) -> None:
-        self.call: Callable[..., list[mx.array]]
-        self.routes: list[tuple[Route, int]] = []
-        self.kernels: list[Route] = []
-        self.generation = routes.generation()
-
-    def note(self, called: list[Route]) -> None:
-        """Keep what one run of the model's code called."""
-        self.routes = list(Counter(called).items())
-        # Others are stock for good, by their reason.
-        self.kernels = [route for route, _ in self.routes if route.launch is not None]
-
-    def stale(self) -> bool:
-        """Whether a kernel in it was switched off since, or all plans have changed."""
-        if self.generation != routes.generation():
-            return True
-        return any(route.launch is None for route in self.kernels)
-
-    def count(self) -> None:
-        """Count the calls of one replay."""
-        for route, calls in self.routes:
-            route.calls += calls
 
 
 class Steps:
@@ -150,6 +120,8 @@ class Steps:
         del args  # the last reference lets a buffer be written in place
         trace.count()
         self._left = [g.note(L, out) for g, out in zip(groups, outs, strict=True)]
+        for group, i in trace.whole:
+            part(groups[group].caches[i])
         return h
 
     def _new(self, key: tuple, layout: tuple, forms: list[Form]) -> Trace:
@@ -167,6 +139,8 @@ class Steps:
             L = tokens.shape[1]
             outs = [f.results(v, L) for f, v in zip(forms, views, strict=True)]
             apart.update(i for i, c in enumerate(caches) if c.came_apart)
+            found = ((g, v) for g, group in enumerate(views) for v in enumerate(group))
+            trace.whole = [(g, i) for g, (i, c) in found if c.made_whole]
             return [h, *outs]
 
         def traced_step(*args):

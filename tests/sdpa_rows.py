@@ -24,9 +24,7 @@ PROBLEMS = (
     Sdpa(9, 3, 96, 96, k_bits=16, v_bits=8, v_group=32),
     Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
     Sdpa(8, 2, 64, 64, q_len=2, causal=True, lens=True, dtype="float32", joint=True),
-    Sdpa(
-        32, 8, 96, 96, k_bits=8, v_bits=8, k_group=32, v_group=32, lens=True, joint=True
-    ),
+    Sdpa(32, 8, 96, 96, k_bits=8, v_bits=8, **GROUPS_OF_32, lens=True, joint=True),
 )
 
 

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 import tolerance
 from block_models import family
+from mlx_lm.models import llama
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
@@ -18,6 +19,7 @@ import mlx_phase
 from mlx_phase import attention_ops, cache_joint, ops
 from mlx_phase.cache_joint import JOINT, JOINT_CODES, JOINT_RING
 from mlx_phase.joint_step import RECENT
+from mlx_phase.step_cache import StepCache
 
 # Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
 # those that the array holds, and both.
@@ -27,6 +29,7 @@ COURSES = {
     "full": [16, 16, 16, 1],
     "far back": [16, 16, 2, -20, 1, -3, 4, 1],
     "before the first": [4, -10, 2, 1, 16],
+    "two sequences": [1, 7, -3, *[8] * 5, -6, 1, 1],
 }
 # Rings that 22 tokens leave unfilled, and one that they fill.
 RINGS = {
@@ -99,7 +102,7 @@ def test_codes_have_the_bits_of_plain_caches(
         tolerance.assert_bits(x, y)
     for a, b in zip(caches, plain, strict=True):
         # Looked at, it is what it was: keys and values of three arrays.
-        assert a.offset == b.offset and a.meta_state == b.meta_state
+        assert a.offset == b.offset and (a.bits, a.group_size) == (bits, 32)
         for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True):
             tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
     assert [type(c) for c in caches] == [QuantizedKVCache] * 2
@@ -159,12 +162,80 @@ def test_mixed_caches_are_joined_alike(name, monkeypatch):
 
 
 def test_steps_without_a_kernel_have_all_keys(patched, monkeypatch):  # noqa: F811
-    """A mask of arrays, or a kernel that is off: two arrays from the next step on."""
+    """A kernel that is off: plain caches after each step, for as long as it is."""
     want = steps(patched, started(patched), 22, [1, 1, 2])
-    monkeypatch.setattr(attention_ops, "attend_joint", lambda *a, **more: None)
     m = model("llama", mx.bfloat16)
     mlx_phase.patch(m, check=False)
-    caches = started(m, (1,))
-    assert m._steps._apart == {0, 1} and type(caches[0]) is JOINT
-    tolerance.assert_bits(steps(m, caches, 21, [1, 1, 1, 2])[:, 1:], want)
+    caches = started(m)
+    monkeypatch.setattr(attention_ops, "attend_joint", lambda *a, **more: None)
+    m._steps._forget()
+    have = [steps(m, caches, 22, [1])]
+    assert [type(c) for c in caches] == [KVCache] * 2 and m._steps._apart == set()
+    have.append(steps(m, caches, 23, [1, 2]))
+    tolerance.assert_bits(mx.concatenate(have, axis=1), want)
     assert [type(c) for c in caches] == [KVCache] * 2
+    # New caches are joined again when there is one.
+    monkeypatch.undo()
+    m._steps._forget()
+    assert [type(c) for c in started(m)] == [JOINT] * 2
+
+
+def test_a_mask_of_arrays_parts_for_its_step(patched):  # noqa: F811
+    caches = started(patched)
+    make, one = KVCache.make_mask, {"return_array": True}
+    try:
+        KVCache.make_mask = lambda c, N, **more: make(c, N, **more | one)
+        StepCache.make_mask = array_mask
+        have = steps(patched, caches, 22, [3])
+    finally:
+        KVCache.make_mask, StepCache.make_mask = make, MAKE_MASK
+    assert [type(c) for c in caches] == [KVCache] * 2
+    assert patched._steps._apart == set()
+    want = steps(patched, started(patched), 22, [3, 1])
+    have = mx.concatenate([have, steps(patched, caches, 25, [1])], axis=1)
+    tolerance.assert_bits(have, want)
+    assert [type(c) for c in caches] == [JOINT] * 2
+
+
+MAKE_MASK = StepCache.make_mask
+
+
+def array_mask(c, N, return_array=False, window_size=None):
+    return MAKE_MASK(c, N, True, window_size)
+
+
+@pytest.mark.parametrize("SOON", [0, 16])
+def test_a_layer_that_is_asked_keeps_to_the_others(patched, SOON, monkeypatch):  # noqa: F811
+    """One group, one trace: all hold as many keys when one is joined again."""
+    monkeypatch.setattr(cache_joint, "SOON", SOON)
+    caches, want = started(patched), steps(patched, started(patched), 22, [1] * 12)
+    have = []
+    for i in range(12):
+        if i % 4 == 3:
+            assert caches[1].keys.shape[0] == 1
+        have.append(steps(patched, caches, 22 + i, [1]))
+        if SOON == 0:
+            assert [type(c) for c in caches] == [JOINT] * 2
+            assert caches[0].held == caches[1].held
+    tolerance.assert_bits(mx.concatenate(have, axis=1), want)
+    if SOON == 0:
+        assert len(patched._steps._traces) == 1
+
+
+class Doubles(llama.LlamaModel):
+    """Sets keys before its layers write theirs."""
+
+    def __call__(self, inputs, cache=None, *args):
+        for c in cache if cache[0].keys is not None else ():
+            c.keys = c.keys * 2
+        return super().__call__(inputs, cache, *args)
+
+
+def test_keys_that_are_set_before_a_step_count(monkeypatch):
+    m = model("llama", mx.bfloat16)
+    m.model.__class__ = Doubles
+    mlx_phase.patch(m, check=False)
+    have = steps(m, started(m), 22, [1, 3, 1])
+    assert m._steps._apart == {0, 1}
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    tolerance.assert_bits(have, steps(m, started(m), 22, [1, 3, 1]))

@@ -31,7 +31,7 @@ FLOW = (
     {"parents", "joint_step", "attention_step"},
     {"layers", "cache_kinds", "cache_joint"},
     {"block_match", "joint_kinds", "switch_layers"},
-    {"cache_groups"},
+    {"cache_groups", "trace"},
     {"traced"},
     {"block_step"},
     {"block", "check", "tune_store", "attention_hooks", "patch_scan"},

@@ -68,6 +68,7 @@ KERNELS |= {"add_norm"}
 KERNELS |= {"qmm_small_fp", "sdpa_split", "sdpa_split_codes", "sdpa_reduce"}
 KERNELS |= {"sdpa_matrix", "sdpa_matrix_codes"}
 KERNELS |= {"sdpa_split_joint", "sdpa_matrix_joint"}  # in test_sdpa_joint.py
+KERNELS |= {"sdpa_split_codes_joint", "sdpa_matrix_codes_joint"}
 KERNELS |= prefill_rows.KERNELS  # in test_prefill_sanitize.py
 # In test_qmm_sanitize.py.
 KERNELS |= {"qmm", "qmm_fp", "qmm_plain", "qmm_add", "qmm_glu"}

@@ -137,8 +137,9 @@ def test_recent_keys_in_the_midst_of_a_ring(now, recent, matrix):
 def test_the_sanitizer_has_nothing_to_say(matrix, monkeypatch):
     # The states of chunks behind the keys, and room behind recent ones, stay unwritten.
     monkeypatch.setenv("MLX_PHASE_SANITIZE", "all,partial")
-    case = sdpa_case.case(k_len=141, q_len=2, causal=True, batch=2, lens=(141, 30))
-    both(case, matrix)
+    given = dict(k_len=141, q_len=2, causal=True, batch=2, lens=(141, 30))
+    both(sdpa_case.case(**given), matrix)
+    both(sdpa_case.case(**given, **form(8, 8, 32)), matrix)
 
 
 def off_16_bytes(a: mx.array) -> mx.array:

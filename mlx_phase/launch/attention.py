@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -163,7 +164,7 @@ def _numbers(scale: float, window: int, causal: bool) -> mx.array:
     return mx.array([scale, window, causal], mx.float32)
 
 
-def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]:
+def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     """``f(q, k, v, *, scale, mask=None, sinks=None, lens=None) -> o`` for any k_len.
 
     q [B, Hq, q_len, D]; k and v [B, Hkv, k_len, D or Dv], views of a cache that are
@@ -176,10 +177,10 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     Of a joint problem v is None and k three arrays: kv [2 B, Hkv, k_len, D], keys and
     then values; recent [2 B, Hkv, room, D], those of earlier steps that kv lacks; fresh
     [2 B, Hkv, q_len, D], this step's. Of codes each is three arrays: kv's, then those
-    of recent, then fresh. lens is [3, B]: keys that exist, the place in kv of the first
-    recent one and that of the first fresh one, at most ``room - q_len`` behind. The
-    function gives (o, arrays of the next step's recent). An array that is not
-    contiguous is copied.
+    of recent, then fresh. lens is [3, B]: keys that exist, up to k_len; the place in kv
+    of the first recent one; that of the first fresh one, at most ``room - q_len``
+    behind. The function gives (o, arrays of the next step's recent). An array that is
+    not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -217,12 +218,13 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., mx.array]
     ) -> mx.array | tuple[mx.array, list[mx.array]]:
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
-        if not (chunks := -(-inputs[1].shape[2] // p.chunk)):
+        chunks = -(-inputs[1].shape[2] // p.chunk)
+        if not chunks and not problem.joint:
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
         recent = k[len(k) // 3 : 2 * len(k) // 3] if problem.joint else ()
-        how = launch(chunks, *[a.shape for a in recent])
+        how = launch(max(1, chunks), *[a.shape for a in recent])
         out, ml, *kept = kernel(p.kernel, problem.joint)(inputs=inputs, **how)
-        one = chunks == 1
+        one = chunks <= 1
         o = _by_head(out, q_len) if one else merge(problem, out, ml, sinks)
         return (o, kept) if problem.joint else o
 
