@@ -168,8 +168,9 @@ METAL_FUNC bool is_recent(const thread Rows& r, const int key, const int begin, 
 }
 template <typename Rows>
 METAL_FUNC const device uchar* row_of(const thread Rows& r, const int key, const int begin, const int end) {
-  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
-  return r.data + (size_t)key * r.stride;
+  const device uchar* row = r.data + (size_t)key * r.stride;
+  if (is_recent(r, key, begin, end)) row = RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
+  return row;
 }
 template <typename Rows>
 METAL_FUNC const device uchar* scales_of(const thread Rows& r, const int key, const int begin, const int end) {
