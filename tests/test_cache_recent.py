@@ -29,7 +29,6 @@ COURSES = {
     "full": [16, 16, 16, 1],
     "far back": [16, 16, 2, -20, 1, -3, 4, 1],
     "before the first": [4, -10, 2, 1, 16],
-    "two sequences": [1, 7, -3, *[8] * 5, -6, 1, 1],
 }
 # Rings that 22 tokens leave unfilled, and one that they fill.
 RINGS = {
@@ -41,10 +40,10 @@ RINGS = {
 }
 
 
-def went(m, caches, course: list[int], seed: int = 3) -> list[mx.array]:
+def went(m, caches, course: list[int], batch: int = 1) -> list[mx.array]:
     """Logits of the steps of a course."""
     total = sum(n for n in course if n > 0)
-    tokens = mx.random.randint(0, 64, (1, total), key=mx.random.key(seed))
+    tokens = mx.random.randint(0, 64, (batch, total), key=mx.random.key(3))
     at, outs = 0, []
     for n in course:
         if n < 0:
@@ -75,6 +74,21 @@ def test_keys_beside_the_array_have_the_bits_of_plain_caches(
         assert a.offset == b.offset
         for x, y in zip(a.state[:2], b.state[:2], strict=True):
             tolerance.assert_bits(x[:, :, : a.offset], y[:, :, : a.offset])
+
+
+def test_two_sequences_in_one_cache(patched, monkeypatch):  # noqa: F811
+    tokens = mx.concatenate([TOKENS[:, :20], TOKENS[:, 50:70]])
+
+    def run() -> tuple[list, list]:
+        caches = make_prompt_cache(patched)
+        patched(tokens, cache=caches)
+        return went(patched, caches, [1, 1, 7, -3, *[8] * 5, -6, 1], batch=2), caches
+
+    have, caches = run()
+    assert [type(c) for c in caches] == [JOINT] * 2
+    monkeypatch.setattr(cache_joint, "TIMES", 0)
+    for x, y in zip(have, run()[0], strict=True):
+        tolerance.assert_bits(x, y)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
