@@ -35,13 +35,14 @@ def _held(name: str) -> property:
 class _Joint:
     """Mixed into a cache's class by :func:`join`.
 
-    kv [2 B, Hkv, length, D]: keys, then values; recent [2 B, Hkv, RECENT, D]: those
-    that are to take its places from ``held`` to :func:`end`; both as lists of an array,
-    or of three. length: of kv. since: its offset when it was joined, and by which
-    thread.
+    arrays: kv [2 B, Hkv, length, D], keys and then values, or three of codes; and then
+    as many recent [2 B, Hkv, RECENT, D], what is to take its places from ``held`` to
+    :func:`end`. since: its offset when it was joined, and by which thread.
     """
 
     keys, values = _held("keys"), _held("values")
+    kv = property(lambda c: c.arrays[: len(c.arrays) // 2])
+    recent = property(lambda c: c.arrays[len(c.arrays) // 2 :])
     nbytes = property(lambda c: sum(a.nbytes for a in c.kv))
 
     def empty(self) -> bool:
@@ -82,7 +83,7 @@ def part(c: Any) -> Any:
     own = vars(c)
     with USING:
         # A cache that is just made, as by `type(c).from_state`, has none.
-        if "kv" in own:
+        if "arrays" in own:
             settle(c)
             # Arrays of their own, so that each can be written in place.
             parts = [[*map(mx.contiguous, mx.split(a, 2))] for a in c.kv]
@@ -95,7 +96,7 @@ def part(c: Any) -> Any:
             own["keys"], own["values"] = [h[0] for h in halves] if one else halves
             _asked[c] = _asked.get(c, 0) + 1 if c.offset - since < SOON else 0
         c.__class__ = _PLAIN.get(type(c), type(c))
-        for name in ("kv", "recent", "held", "since", "length"):
+        for name in ("arrays", "held", "since", "length"):
             own.pop(name, None)
     return c
 
@@ -111,8 +112,9 @@ def join(c: Any) -> bool:
     length = pairs[0][0].shape[2]
     if length > getattr(c, "max_size", length):
         return False  # a prompt left more than the ring keeps; the next step drops it
-    c.kv, c.length = [*map(mx.concatenate, pairs)], length
-    c.recent = [mx.zeros((*a.shape[:2], RECENT, a.shape[3]), a.dtype) for a in c.kv]
+    kv = [*map(mx.concatenate, pairs)]
+    recent = [mx.zeros((*a.shape[:2], RECENT, a.shape[3]), a.dtype) for a in kv]
+    c.arrays, c.length = (*kv, *recent), length
     c.held, c.since = end(c), (c.offset, threading.get_ident())
     c.__class__ = _JOINT[type(c)]
     del vars(c)["keys"], vars(c)["values"]

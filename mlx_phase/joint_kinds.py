@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -15,13 +16,14 @@ from .joint_step import RECENT, JointCodes, JointRing, JointStep
 
 def _grow(c: Any, more: int) -> None:
     if more:
-        c.kv, c.length = [extended(a, more) for a in c.kv], c.length + more
+        c.arrays = (*[extended(a, more) for a in c.kv], *c.recent)
+        c.length += more
 
 
 class _Joint(Kind):
     # Most caches of most steps: their methods on many take no call for each.
     view = JointStep
-    _state = attrgetter("offset", "held", "length")
+    _state, _arrays = attrgetter("offset", "held", "length"), attrgetter("arrays")
 
     def state(self, c: Any, L: int) -> tuple | None:
         return self._state(c)
@@ -42,16 +44,17 @@ class _Joint(Kind):
         return mx.array([[keys] * B, [c.held] * B, [end(c)] * B], mx.int32)
 
     def buffers(self, c: Any) -> Sequence[mx.array]:
-        return [*c.kv, *c.recent]
+        return c.arrays
+
+    def all_buffers(self, caches: Sequence[Any]) -> list[mx.array]:
+        return [*chain.from_iterable(map(self._arrays, caches))]
 
     def all_done(
         self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
     ) -> None:
-        each = len(arrays) // len(caches)
-        half = each // 2
-        for i, c in enumerate(caches):
-            own = arrays[i * each : (i + 1) * each]
-            c.kv, c.recent = own[:half], own[half:]
+        turns = zip(*[iter(arrays)] * (len(arrays) // len(caches)), strict=True)
+        for c, own in zip(caches, turns, strict=True):
+            c.arrays = own
             c.offset += L
 
 
