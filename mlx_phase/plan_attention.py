@@ -136,9 +136,6 @@ def _why_not_joint(p: Sdpa) -> str | None:
     k, v = (p.head_dim, p.k_bits, p.k_group), (p.v_head_dim, p.v_bits, p.v_group)
     if k != v:
         return "keys and values in one array are of one head dim and format"
-    # Inputs under 8 elements are `constant` in MSL.
-    if p.k_bits < 16 and 2 * p.batch * p.kv_heads * (p.head_dim // p.k_group) < 8:
-        return "fewer than 8 scales in a token of a joint cache"
     return None
 
 

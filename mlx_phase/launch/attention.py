@@ -121,10 +121,21 @@ def merge(
     return _by_head(out, problem.q_len)
 
 
+# Inputs under 8 elements are `constant` in MSL, and kernels read others; only tiny
+# caches, and a token's few scales, are so small.
+LEAST = 8
+
+
 def padded(a: mx.array) -> mx.array:
     """A part of a quantised cache that the kernels can read."""
-    # Inputs under 8 elements are `constant` in MSL; only tiny caches have so few.
-    return a if a.size >= 8 else mx.pad(a, [(0, 0), (0, 0), (0, 8), (0, 0)])
+    return a if a.size >= LEAST else mx.pad(a, [(0, 0), (0, 0), (0, 8), (0, 0)])
+
+
+def _behind(a: mx.array) -> mx.array:
+    """The same for arrays without strides: what is there stays where it is."""
+    if a.size >= LEAST:
+        return a
+    return mx.pad(a, [(0, -(-LEAST // a[0].size)), (0, 0), (0, 0), (0, 0)])
 
 
 def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array]:
@@ -135,7 +146,7 @@ def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array
     # Numbers stand in the place of what is not there: it is not read.
     last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
     if v is None:
-        return [q, *k, *last, numbers]
+        return [q, *map(_behind, k), *last, numbers]
     if coded:
         k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
         v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
