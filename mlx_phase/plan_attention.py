@@ -186,7 +186,7 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         coded = "_codes" in kernel
         # 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8
         # heads: 34.8 us in a sweep, 38.5 with 8 and the text before. One block: 82.8
-        # and 81.9 at 128k keys. Joint, they take 204 registers, room for 8.
+        # and 81.9 at 128k keys. Joint, they take 194 registers, room for 8.
         few = G * p.q_len <= 8 or p.joint
         full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4 and few)
         full = full or rows > 8 or dim > 128
