@@ -93,7 +93,8 @@ def joint(p: Sdpa, k, v, lens: mx.array | list[int], recent: int = 5) -> tuple:
     """
     if isinstance(k, mx.array):
         k, v = [k], [v]
-    nows = [max(0, int(end) - p.q_len) for end in lens]
+    ends = [int(n) for n in lens]
+    nows = [max(0, end - p.q_len) for end in ends]
     held = [max(0, now - recent) for now in nows]
     columns = []
     for a in map(mx.concatenate, zip(k, v, strict=True)):
@@ -105,7 +106,7 @@ def joint(p: Sdpa, k, v, lens: mx.array | list[int], recent: int = 5) -> tuple:
             parts.append((kept, before, row[:, :, now : now + p.q_len]))
         columns.append([mx.concatenate(c) for c in zip(*parts, strict=True)])
     arrays = [a for column in zip(*columns, strict=True) for a in column]
-    return arrays, None, mx.array([[int(n) for n in lens], held, nows], mx.int32)
+    return arrays, None, mx.array([ends, held, nows], mx.int32)
 
 
 def _padded(a: mx.array, spare: int = SPARE) -> mx.array:

@@ -37,7 +37,8 @@ class _Joint:
 
     arrays: kv [2 B, Hkv, length, D], keys and then values, or three of codes; and then
     as many recent [2 B, Hkv, RECENT, D], what is to take its places from ``held`` to
-    :func:`end`. since: its offset when it was joined, and by which thread.
+    :func:`end`. length: of kv. since: its offset when it was joined, and by which
+    thread.
     """
 
     keys, values = _held("keys"), _held("values")
@@ -52,10 +53,10 @@ class _Joint:
         return part(self).__reduce_ex__(protocol)
 
 
-KINDS = KVCache, RotatingKVCache, QuantizedKVCache
-JOINT, JOINT_RING, JOINT_CODES = (mixed(_Joint, kind) for kind in KINDS)
-_PLAIN = dict(zip((JOINT, JOINT_RING, JOINT_CODES), KINDS, strict=True))
-_JOINT = {plain: kind for kind, plain in _PLAIN.items()}
+_KINDS = KVCache, RotatingKVCache, QuantizedKVCache
+_JOINT = {kind: mixed(_Joint, kind) for kind in _KINDS}
+_PLAIN = {joint: kind for kind, joint in _JOINT.items()}
+JOINT, JOINT_RING, JOINT_CODES = _PLAIN
 
 
 def end(c: Any) -> int:

@@ -39,6 +39,7 @@ def room_for(length: int, need: int, step: int, most: int | None = None) -> int:
 
 
 def extended(a: mx.array, more: int) -> mx.array:
+    """A buffer [..., length, width] with room for so many keys more."""
     room = mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)
     return mx.concatenate([a, room], axis=2)
 
@@ -128,7 +129,9 @@ class Kind:
             self.done(c, L, buffers, after)
 
 
-class _Quantized(Kind):
+class Quantized(Kind):
+    """``QuantizedKVCache``."""
+
     view = QuantizedStep
 
     def room(self, c: Any, L: int) -> None:
@@ -148,6 +151,8 @@ class _Quantized(Kind):
 
 
 class Rotating(Kind):
+    """``RotatingKVCache``."""
+
     view = RotatingStep
 
     def state(self, c: Any, L: int) -> tuple | None:
@@ -174,7 +179,7 @@ class Rotating(Kind):
         return (c.max_size,)
 
     def place(self, c: Any, L: int) -> tuple[int, int]:
-        return c._idx, min(c.offset + L, c.keys.shape[2])
+        return c._idx, min(c.offset + L, self.buffers(c)[0].shape[2])
 
     def done(self, c: Any, L: int, buffers: Sequence, after: list[mx.array]) -> None:
         c.keys, c.values = buffers
@@ -252,7 +257,7 @@ class _BatchRotating(_Batch):
 
 KINDS: dict[type, Kind] = {
     KVCache: Kind(),
-    QuantizedKVCache: _Quantized(),
+    QuantizedKVCache: Quantized(),
     RotatingKVCache: Rotating(),
     BatchKVCache: _Batch(),
     BatchRotatingKVCache: _BatchRotating(),

@@ -70,12 +70,10 @@ def _norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _activate(g: np.ndarray, name: str) -> np.ndarray:
-    if name == "silu":
-        return g / (1 + np.exp(np.minimum(-g, 700)))  # float64 ends at 709
     if name == "gelu":
         return 0.5 * g * (1 + np.vectorize(math.erf)(g / math.sqrt(2)))
-    z = 1.5957691216057308 * (g + 0.044715 * g**3)
-    return g / (1 + np.exp(np.minimum(-z, 700)))
+    z = g if name == "silu" else 1.5957691216057308 * (g + 0.044715 * g**3)
+    return g / (1 + np.exp(np.minimum(-z, 700)))  # float64 ends at 709
 
 
 def _large_plan(row: FusedRow, M: int) -> Plan | None:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from .cache_joint import JOINT, JOINT_CODES, JOINT_RING, end, forget_trimmed, settle
-from .cache_kinds import KINDS, Kind, Rotating, extended, room_for
+from .cache_kinds import KINDS, Kind, Quantized, Rotating, extended, room_for
 from .joint_step import RECENT, JointCodes, JointRing, JointStep
 
 
@@ -78,9 +78,6 @@ class _JointRing(_Joint, Rotating):
         elif c._idx + L - c.held > RECENT:
             settle(c)
 
-    def place(self, c: Any, L: int) -> tuple[int, int]:
-        return c._idx, min(c.offset + L, c.length)
-
     def all_done(
         self, caches: Sequence[Any], L: int, arrays: Sequence, after: list[mx.array]
     ) -> None:
@@ -89,11 +86,8 @@ class _JointRing(_Joint, Rotating):
             c._idx += L
 
 
-class _JointCodes(_Joint):
+class _JointCodes(_Joint, Quantized):
     view = JointCodes
-
-    def fixed(self, c: Any) -> tuple:
-        return c.group_size, c.bits
 
 
 KINDS |= {JOINT: _Joint(), JOINT_RING: _JointRing(), JOINT_CODES: _JointCodes()}

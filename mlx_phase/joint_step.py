@@ -7,14 +7,7 @@ from operator import is_
 
 import mlx.core as mx
 
-from .step_cache import (
-    Packed,
-    Position,
-    QuantizedStep,
-    RotatingStep,
-    StepCache,
-    Untraceable,
-)
+from .step_cache import Packed, Position, QuantizedStep, RotatingStep, StepCache
 
 # Tokens whose keys may lie beside a joint cache: more are written less often, but each
 # step copies those there are.
@@ -49,9 +42,6 @@ class JointStep(StepCache):
         ]
         return [self._whole(half) for half in zip(*parts, strict=True)]
 
-    def _parts(self, whole: mx.array | Packed) -> Sequence[mx.array]:
-        return [whole] if isinstance(whole, mx.array) else whole
-
     def buffers(self) -> list[mx.array]:
         """The arrays it was made of, with the step's keys in them."""
         now = self.keys, self.values
@@ -83,46 +73,20 @@ class JointStep(StepCache):
     def write(self, new: mx.array) -> tuple:
         """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
         self.buffers()
-        parts, self.unread = self._made(new), True
-        self._arrays = (*self.kv, *self.recent, *parts)
-        at = (self.position.index - self.held)[None, None, :, None]
-        self.recent = [
-            mx.put_along_axis(a, mx.broadcast_to(at, b.shape), b, axis=2)
-            for a, b in zip(self.recent, parts, strict=True)
-        ]
+        fresh, self.unread = self._coded(new), True
+        self._arrays = (*self.kv, *self.recent, *fresh)
+        self.recent = self._put(self.recent, fresh)
         self._halves = self.keys, self.values = self._merged(self.now + new.shape[2])
         return self.keys, self.values
 
-    def _made(self, new: mx.array) -> Sequence[mx.array]:
-        """Keys as the cache has them."""
-        if new.dtype != self.kv[0].dtype:
-            raise Untraceable(f"new keys are {new.dtype}, the cache's differ")
-        return [new]
+    def _places(self, shape: tuple[int, ...]) -> mx.array:
+        at = (self.position.index - self.held)[None, None, :, None]
+        return mx.broadcast_to(at, shape)
 
 
-class JointRing(JointStep, RotatingStep):
+class JointRing(RotatingStep, JointStep):
     """The same for rotating caches that are joint: places count in the ring."""
 
-    def __init__(self, buffers: Sequence[mx.array], position: Position, max_size: int):
-        JointStep.__init__(self, buffers, position)
-        self.max_size = max_size
 
-
-class JointCodes(JointStep, QuantizedStep):
+class JointCodes(QuantizedStep, JointStep):
     """The same for quantised caches that are joint."""
-
-    def __init__(
-        self,
-        buffers: Sequence[mx.array],
-        position: Position,
-        group_size: int,
-        bits: int,
-    ):
-        self.group_size, self.bits = group_size, bits
-        JointStep.__init__(self, buffers, position)
-
-    def _whole(self, parts: Sequence[mx.array]) -> Packed:
-        return tuple(parts)
-
-    def _made(self, new: mx.array) -> Sequence[mx.array]:
-        return mx.quantize(new, group_size=self.group_size, bits=self.bits)

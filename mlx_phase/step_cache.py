@@ -90,9 +90,12 @@ class StepCache:
     def _whole(self, parts: Sequence[mx.array]) -> mx.array | Packed:
         return parts[0]
 
+    def _parts(self, whole: mx.array | Packed) -> Sequence[mx.array]:
+        return [whole] if isinstance(whole, mx.array) else whole
+
     def buffers(self) -> list[mx.array]:
         """The arrays it was made of, with the step's keys in them."""
-        return [self.keys, self.values]
+        return [*self._parts(self.keys), *self._parts(self.values)]
 
     @property
     def offset(self) -> mx.array:
@@ -115,15 +118,28 @@ class StepCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """Write [B, Hkv, L, D] at the index; gives the whole buffers."""
-        self.keys = self._put(self.keys, keys)
-        self.values = self._put(self.values, values)
+        self.keys = self._whole(self._put(self._parts(self.keys), self._coded(keys)))
+        self.values = self._whole(
+            self._put(self._parts(self.values), self._coded(values))
+        )
         self.unread = True
         return self.keys, self.values
 
-    def _put(self, buffer: mx.array, new: mx.array) -> mx.array:
-        if new.dtype != buffer.dtype:
-            raise Untraceable(f"new keys are {new.dtype}, the cache is {buffer.dtype}")
-        return mx.put_along_axis(buffer, self.position.places(new.shape), new, axis=2)
+    def _coded(self, new: mx.array) -> Sequence[mx.array]:
+        """New keys as the cache has them."""
+        return [new]
+
+    def _places(self, shape: tuple[int, ...]) -> mx.array:
+        return self.position.places(shape)
+
+    def _put(self, into: Sequence[mx.array], new: Sequence[mx.array]) -> list[mx.array]:
+        """These arrays with what `_coded` gave at its places."""
+        found = []
+        for a, b in zip(into, new, strict=True):
+            if a.dtype != b.dtype:
+                raise Untraceable(f"new keys are {b.dtype}, the cache is {a.dtype}")
+            found.append(mx.put_along_axis(a, self._places(b.shape), b, axis=2))
+        return found
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -150,13 +166,8 @@ class QuantizedStep(StepCache):
     def _whole(self, parts: Sequence[mx.array]) -> Packed:
         return tuple(parts)
 
-    def buffers(self) -> list[mx.array]:
-        """The arrays it was made of, with the step's keys in them."""
-        return [*self.keys, *self.values]
-
-    def _put(self, buffer: Packed, new: mx.array) -> Packed:
-        parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-        return tuple(map(super()._put, buffer, parts))
+    def _coded(self, new: mx.array) -> Sequence[mx.array]:
+        return mx.quantize(new, group_size=self.group_size, bits=self.bits)
 
 
 class RotatingStep(StepCache):

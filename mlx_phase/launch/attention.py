@@ -229,13 +229,14 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     ) -> mx.array | tuple[mx.array, list[mx.array]]:
         numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
-        chunks = -(-inputs[1].shape[2] // p.chunk)
-        if not chunks and not problem.joint:
+        k_len = inputs[1].shape[2]
+        if not k_len and not problem.joint:
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
+        chunks = max(1, -(-k_len // p.chunk))
         recent = k[len(k) // 3 : 2 * len(k) // 3] if problem.joint else ()
-        how = launch(max(1, chunks), *[a.shape for a in recent])
+        how = launch(chunks, *[a.shape for a in recent])
         out, ml, *kept = kernel(p.kernel, problem.joint)(inputs=inputs, **how)
-        one = chunks <= 1
+        one = chunks == 1
         o = _by_head(out, q_len) if one else merge(problem, out, ml, sinks)
         return (o, kept) if problem.joint else o
 
