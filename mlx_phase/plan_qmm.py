@@ -47,14 +47,26 @@ _STOCK = (
     ("", "nothing says that stock is beaten"),
 )
 
-# On Hopper: mode, bits -> up to so many rows of x stock is as fast, for weights with a
-# side above SMALL; others were not timed. H200, bf16, GPU us at 4096 -> 14336, stock's
-# behind, 2026-11-30, M 32, 128, 512, 2048: 4 bits 62 (85), 111 (144), 259 (560), 872
-# (1937); 8 bits 78 (67), 123 (121), 293 (395), 982 (1476); mxfp4 60 (165), 104 (232),
-# 255 (920), 870 (3200). At 2048 -> 2048 ours took less at each M, as at M 512 27 (43),
-# 30 (36) and 27 (91), but by the clock a graph of launches at 4 bits and M 512 took 59
-# us, stock's 51, and at 1024 as long: bench/results/h200-prefill-sweep.txt.
-_HOPPER = {("affine", 4): 0, ("affine", 8): 256, ("mxfp4", 4): 0}
+# On Hopper: dtype, mode, bits -> up to so many rows of x stock is as fast, and whether
+# it is on matrices up to SMALL x SMALL too; others were not timed. H200, 4096 -> 14336,
+# 2026-11-30, M 32, 128, 512, 2048, us (stock's). bf16, GPU time: 4 bits 62 (85), 111
+# (144), 259 (560), 872 (1937); 8 bits 78 (67), 123 (121), 293 (395), 982 (1476); mxfp4
+# 60 (165), 104 (232), 255 (920), 870 (3200). At 2048 -> 2048 these took less than stock
+# at each M, as at M 512 27 (43), 30 (36) and 27 (91), but by the clock a graph of
+# launches at 4 bits and M 512 took 59, stock's 51, and at 1024 as long. The others by
+# the clock, bench/results/h200-prefill-sweep.txt: ties and losses up to these M, and
+# for all of them at 2048 -> 2048 and M 128.
+_HOPPER = {
+    ("bfloat16", "affine", 3): (64, True),
+    ("bfloat16", "affine", 4): (0, False),
+    ("bfloat16", "affine", 6): (0, True),
+    ("bfloat16", "affine", 8): (256, False),
+    ("bfloat16", "mxfp4", 4): (0, False),
+    ("bfloat16", "mxfp8", 8): (32, True),
+    ("bfloat16", "nvfp4", 4): (0, True),
+    ("float16", "affine", 4): (64, True),
+    ("float16", "affine", 8): (256, True),
+}
 SMALL = 2048
 
 # (chip family, M up to, tile, threadgroups a core should have). First match wins, the
@@ -98,12 +110,16 @@ def stays_stock(problem: Matmul, chip: Chip) -> str | None:
     if problem.mode == "none" and chip.family != "CPU":
         return "plain weights: nothing says that stock's dense product is beaten"
     if "Hopper" in chip.family:
-        form = f"{problem.mode} of {problem.bits} bits"
-        fast = _HOPPER.get((problem.mode, problem.bits))
+        form = f"{problem.mode} of {problem.bits} bits in {problem.x_dtype}"
+        key = problem.x_dtype, problem.mode, problem.bits
+        fast, small = _HOPPER.get(key, (None, True))
         if fast is None:
             return f"{form} was not timed against stock"
-        small = max(problem.N, problem.K) <= SMALL
-        if 256 < problem.M <= 1024 if small else problem.M <= fast:
+        if max(problem.N, problem.K) > SMALL:
+            stock = problem.M <= fast
+        else:
+            stock = small or 256 < problem.M <= 1024
+        if stock:
             return f"stock is as fast for M = {problem.M} of {form}"
     why = next(why for family, why in _STOCK if family in chip.family)
     return why and f"prefill on {chip.name}: {why}"

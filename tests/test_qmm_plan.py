@@ -78,7 +78,8 @@ def test_neural_accelerators_keep_stock():
 def test_prompts_are_stock_where_it_is_not_beaten():
     problem, h200 = Matmul(17, 4096, 4096), lookup("h200")
     assert stays_stock(problem, h200) is None
-    for change in ({"bits": 3}, {"mode": "nvfp4", "group_size": 16}):
+    half = {"x_dtype": "float16"}
+    for change in ({"bits": 5}, {**half, "bits": 3}, {**half, "mode": "mxfp4", "group_size": 32}):
         assert "not timed" in stays_stock(replace(problem, **change), h200)
     # Few rows of many weights of 8 bits, and a middle number of rows of few weights.
     for bits, size, served in (
@@ -89,6 +90,19 @@ def test_prompts_are_stock_where_it_is_not_beaten():
             why = stays_stock(Matmul(M, size, 2048, bits=bits), h200)
             assert (why is None) == (M in served)
             assert why is None or why.startswith(f"stock is as fast for M = {M} ")
+    # Timed forms: more rows than these are ours, on matrices that are not small.
+    for change, most in (
+        ({"bits": 3}, 64),
+        ({"bits": 6}, 0),
+        ({"bits": 8, "mode": "mxfp8", "group_size": 32}, 32),
+        ({"mode": "nvfp4", "group_size": 16}, 0),
+        (half, 64),
+        ({**half, "bits": 8}, 256),
+    ):
+        for M in (32, 64, 128, 256, 512, 2048):
+            timed = replace(problem, M=M, **change)
+            assert (stays_stock(timed, h200) is None) == (M > most)
+            assert "as fast" in stays_stock(replace(timed, N=2048, K=2048), h200)
     newer = {"device_name": "Apple M9", "architecture": "applegpu_g30g"}
     other = {"device_name": "NVIDIA RTX", "architecture": "sm_120"}
     for chip in (lookup("a100-80gb"), detect(newer), detect(other)):
