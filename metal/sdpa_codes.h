@@ -15,6 +15,17 @@ METAL_FUNC void across(const thread uint* v, const thread uint* w, const int j, 
   EACH(i, E) a[i] = pair_across<T>(v, w, j * E + i);
 }
 
+// A pair of elements of 16 bits as one word, and back.
+template <typename T> METAL_FUNC uint word_of(const uint p) { return p; }
+template <typename T> METAL_FUNC uint word_of(const vec<typename Operand<T>::element, 2> p) {
+  typedef conditional_t<sizeof(T) == 2, T, half> H;
+  return as_type<uint>(vec<H, 2>(H(p.x), H(p.y)));
+}
+template <typename T> METAL_FUNC PAIR(T) pair_of_word(const uint u) {
+  const uint w[2] = {u, 0};
+  return pair_at<T>(w, 0);
+}
+
 // The same of codes as they are, times unit / unscale: scales and biases are for sums. A code is exact in H: half,
 // where T is. Tensor cores multiply subnormal halves exactly, so there the bits of a code are a number.
 template <typename H>
@@ -204,6 +215,27 @@ METAL_FUNC void load_sides(
     load_scales<typename Rows::Side, Rows::NG, false>(s, w);
     load_scales<typename Rows::Side, Rows::NG, false>(b, w + Rows::NS);
   }
+}
+
+// The lane's two keys of each of UK tiles of 16 that begin at `key`, and its four keys of their values. Keys behind the
+// last are the last again.
+template <int UK, typename Rows>
+METAL_FUNC void load_keys(
+    const thread Rows& k, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
+  EACH(h, 2 * UK) {
+    const int mine = min(key + 8 * h + TILE_ROW(lane), len - 1);
+    load_row(k, mine, key, key + 16 * UK, TILE_COL(lane), wide, w + h * Rows::N * Rows::NW);
+    load_sides(k, mine, key, key + 16 * UK, wide, sb + h * 2 * Rows::NS);
+  }
+}
+template <int UK, typename Rows>
+METAL_FUNC void load_values(
+    const thread Rows& v, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
+  EACH(i, 4 * UK) {
+    const int mine = min(key + i / 2 * 8 + 2 * TILE_COL(lane) + i % 2, len - 1);
+    load_row(v, mine, key, key + 16 * UK, TILE_ROW(lane), wide, w + i * Rows::N * Rows::NW);
+  }
+  EACH(h, 2 * UK) load_sides(v, min(key + 8 * h + TILE_ROW(lane), len - 1), key, key + 16 * UK, wide, sb + h * 2 * Rows::NS);
 }
 
 // May scales be read in words. No && here and below: a chain of branches takes time before the first load.

@@ -3,7 +3,8 @@
 // Hkv, q_len, ...] (sdpa_recent.h): a step writes nothing to the cache. kept: recent of the next step, which
 // the last threadgroups of a head copy. lens [3, B]: keys that there are, the place in kv from which on
 // recent ones count, and that of the step's first. Every row lies behind the one before: nothing asks for
-// strides. Masks have kernels with strides.
+// strides. Masks have kernels with strides. What is the same in all steps of a model is no array, as the host walks
+// over every array of a launch: SCALE has the bits of the scale, KEYS is the length of the window.
 
 // A threadgroup's heads of keys and of values among those of kv, and the places of the step.
 struct Joint {
@@ -43,6 +44,7 @@ METAL_FUNC void keep(const device uchar* before, const device uchar* fresh, devi
     }
   }
 }
+#define NUMBERS float3(0, KEYS, CAUSAL)
 #define BYTES_OF(a) (const device uchar*)a
 #define KEEP(bytes, before, fresh, kept) \
   keep<bytes>(BYTES_OF(before), BYTES_OF(fresh), (device uchar*)kept, h.kh, h); \
@@ -52,7 +54,7 @@ METAL_FUNC void keep(const device uchar* before, const device uchar* fresh, devi
 #define HEAD(a, head, bytes) (BYTES_OF(a) + (size_t)(head) * h.k_len * (bytes))
 #define ALL_ALIGNED(x, y, z, n) (ALIGNED(x, n) && ALIGNED(y, n) && ALIGNED(z, n))
 
-//! kernel sdpa_split_joint (q, kv, recent, fresh, sinks, lens, numbers) -> (out, ml, kept)
+//! kernel sdpa_split_joint (q, kv, recent, fresh, lens, sinks=lens) -> (out, kept, ml=nullptr)
 typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT, true> X;
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
@@ -64,17 +66,17 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, numbers, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {(const device T*)HEAD(kv, h.kh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.kh)}};
   const typename X::V vr = {(const device T*)HEAD(kv, h.vh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.vh)}};
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16);
   const int one = q_shape[2] * D;
   X::run(
-      q, int3(at.Hq * one, one, D), numbers[0], kr, vr, wide, numbers, int4(0), sinks, out, ml, part, state, at);
+      q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, at);
 }
 
-//! kernel sdpa_split_codes_joint (q, kv, kv_s, kv_b, recent, recent_s, recent_b, fresh, fresh_s, fresh_b, sinks, lens, numbers) -> (out, ml, kept, kept_s, kept_b)
+//! kernel sdpa_split_codes_joint (q, kv, kv_s, kv_b, recent, recent_s, recent_b, fresh, fresh_s, fresh_b, lens, sinks=lens) -> (out, kept, kept_s, kept_b, ml=nullptr)
 typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT, true> X;
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
@@ -88,7 +90,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(SIDE, recent_b, fresh_b, kept_b);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, numbers, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
       (const device uint*)HEAD(kv, h.kh, ROW), (const device T*)HEAD(kv_s, h.kh, SIDE), (const device T*)HEAD(kv_b, h.kh, SIDE),
@@ -99,14 +101,14 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16) && ROW % 16 == 0;
   const int one = q_shape[2] * D;
   X::run(
-      q, int3(at.Hq * one, one, D), numbers[0], kr, vr, wide, numbers, int4(0), sinks, out, ml, part, state, at);
+      q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, at);
 }
 
-//! kernel sdpa_matrix_joint (q, kv, recent, fresh, sinks, lens, numbers) -> (out, ml, kept)
+//! kernel sdpa_matrix_joint (q, kv, recent, fresh, lens, sinks=lens) -> (out, kept, ml=nullptr)
 typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, true> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW;
 const Joint h = joint_at(
     kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
@@ -115,7 +117,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, numbers, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
       HEAD(kv, h.kh, ROW), nullptr, nullptr, ROW, 0, 0,
@@ -126,15 +128,15 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16);
   const int one = q_shape[2] * D;
   X::run(
-      q, int3(at.Hq * one, one, D), numbers[0], kr, vr, wide, numbers, int4(0), sinks, out, ml, part, state, ring, at,
+      q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, ring, at,
       int(threadgroups_per_grid.y) - 1);
 }
 
-//! kernel sdpa_matrix_codes_joint (q, kv, kv_s, kv_b, recent, recent_s, recent_b, fresh, fresh_s, fresh_b, sinks, lens, numbers) -> (out, ml, kept, kept_s, kept_b)
+//! kernel sdpa_matrix_codes_joint (q, kv, kv_s, kv_b, recent, recent_s, recent_b, fresh, fresh_s, fresh_b, lens, sinks=lens) -> (out, kept, kept_s, kept_b, ml=nullptr)
 typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, true> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;
 const Joint h = joint_at(
     kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
@@ -145,7 +147,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(SIDE, recent_b, fresh_b, kept_b);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, numbers, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
       HEAD(kv, h.kh, ROW), HEAD(kv_s, h.kh, SIDE), HEAD(kv_b, h.kh, SIDE), ROW, SIDE, SIDE,
@@ -157,6 +159,6 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
       ALL_ALIGNED(kv_s, recent_s, fresh_s, X::K::EVEN) && ALL_ALIGNED(kv_b, recent_b, fresh_b, X::K::EVEN);
   const int one = q_shape[2] * D;
   X::run(
-      q, int3(at.Hq * one, one, D), numbers[0], kr, vr, wide, numbers, int4(0), sinks, out, ml, part, state, ring, at,
+      q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, ring, at,
       int(threadgroups_per_grid.y) - 1);
 }

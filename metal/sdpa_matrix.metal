@@ -22,7 +22,10 @@ struct SdpaMatrix {
   static constexpr constant int NG = D / KG > DV / VG ? D / KG : DV / VG, SLOT = 16 * UK * (WORDS + NG);
   static constexpr constant bool RING = AHEAD && KBITS < 16 && VBITS < 16 && sizeof(T) == 2 && 3 * KP * SLOT + KP * 224 <= 8192 &&
       D * KB % 256 == 0 && DV * VB % 256 == 0 && D / KG % 2 == 0 && DV / VG % 2 == 0;
-  static constexpr constant int ST = 5 * KP * W * SLOT + KP * W * R * 14 <= 8192 ? 5 : 3, SLOTS = RING ? KP * W * ST * SLOT : 0;
+  static constexpr constant int ST = 5 * KP * W * SLOT + KP * W * R * 14 <= 8192 ? 5 : 3;
+  // Many long rows leave no registers for q, which all simdgroups of a row block read then.
+  static constexpr constant bool SHARED = !AHEAD && KBITS == 16 && sizeof(T) == 2 && R * D >= 4096;
+  static constexpr constant int SLOTS = RING ? KP * W * ST * SLOT : SHARED ? W * R * D / 2 : 0;
 
   // Two biases of K of a key are a pair of an operand, which meets their sums of q in three parts.
   static constexpr constant bool PAIRED = RING && D / KG == 2 && is_same_v<T, bfloat>;
@@ -34,7 +37,7 @@ struct SdpaMatrix {
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
   typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2, !MASK> Soft;
-  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD ? 8192 - SLOTS : 3072, SINKS, DIRECT> Merge;
+  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? 8192 - SLOTS : 3072, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
@@ -55,24 +58,6 @@ struct SdpaMatrix {
       }
     }
     return chunk;
-  }
-
-  // The lane's two keys of each tile of a step that begins at `key`.
-  static METAL_FUNC void load_keys(
-      const thread K& k, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
-    EACH(h, 2 * UK) {
-      const int mine = min(key + 8 * h + TILE_ROW(at.lane), at.len - 1);
-      load_row(k, mine, key, key + 16 * UK, TILE_COL(at.lane), wide, w + h * K::N * K::NW);
-      load_sides(k, mine, key, key + 16 * UK, wide, sb + h * 2 * K::NS);
-    }
-  }
-
-  // Its four keys of the values of the step.
-  static METAL_FUNC void load_values(
-      const thread V& v, const int key, const thread Place& at, const bool wide, thread uint* w, thread uint* sb) {
-    EACH(i, 4 * UK)
-      load_row(v, min(key + i / 2 * 8 + 2 * TILE_COL(at.lane) + i % 2, at.len - 1), key, key + 16 * UK, TILE_ROW(at.lane), wide, w + i * V::N * V::NW);
-    EACH(h, 2 * UK) load_sides(v, min(key + 8 * h + TILE_ROW(at.lane), at.len - 1), key, key + 16 * UK, wide, sb + h * 2 * V::NS);
   }
 
   // The step of a simdgroup that is copied next: it begins at `key`, and those of its chunk end at `stop`.
@@ -119,8 +104,8 @@ struct SdpaMatrix {
       copy_values(steps, v, slots + (2 * i + 1) * SLOT, ahead);
     }
     else if (AHEAD && chunk * CHUNK < at.len) {
-      load_keys(k, here, at, wide, kw, ks);
-      load_values(v, here, at, wide, vw, vs);
+      load_keys<UK>(k, here, at.len, at.lane, wide, kw, ks);
+      load_values<UK>(v, here, at.len, at.lane, wide, vw, vs);
     }
     // From here on `numbers` have come. The keys that all rows see:
     const float scale = q_scale * LOG2E;
@@ -194,6 +179,11 @@ struct SdpaMatrix {
         }
       }
     }
+    threadgroup uint* shared = (threadgroup uint*)ring + at.sg / KP * (R * D / 2) + at.lane;
+    if (SHARED) {
+      if (at.sg % KP == 0) EACH(i, NB * D / 8) shared[i * 32] = word_of<KT>(qs[i]);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
     // Scores of codes come times unit, which no float makes up for where q is huge.
     huge = simd_any(huge);
     float by[NB * 2];
@@ -222,7 +212,7 @@ struct SdpaMatrix {
           steps.template scales<K>(slots + slot * SLOT, ks);
           copy_keys(steps, k, slots + (slot ? slot - 1 : ST - 1) * SLOT, ahead, at, stride);
         }
-        if (!AHEAD) load_keys(k, key, at, wide, kw, ks);
+        if (!AHEAD) load_keys<UK>(k, key, at.len, at.lane, wide, kw, ks);
         float s[NB * UK * 8];
         EACH(i, NB * UK * 8) s[i] = 0;
         if (PAIRED) EACH(i, UK * NB) {
@@ -247,9 +237,11 @@ struct SdpaMatrix {
           }
           EACH(i, K::U / 4) {
             const int x = u * (K::U / 4) + i;
-            EACH(n, NB)
-              mma16<KT>(mine + n * 8 + (K::CODED ? 1 : x % 2) * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1],
-                        a[K::U / 2 + 2 * i + 1], qs[n * (D / 8) + 2 * x], qs[n * (D / 8) + 2 * x + 1]);
+            EACH(n, NB) {
+              const int y = n * (D / 8) + 2 * x;
+              mma16<KT>(mine + n * 8 + (K::CODED ? 1 : x % 2) * 4, a[2 * i], a[K::U / 2 + 2 * i], a[2 * i + 1], a[K::U / 2 + 2 * i + 1],
+                        SHARED ? pair_of_word<KT>(shared[y * 32]) : qs[y], SHARED ? pair_of_word<KT>(shared[(y + 1) * 32]) : qs[y + 1]);
+            }
           }
           if (K::CODED && (u + 1) * K::U * 4 % KG == 0) {
             EACH(i, NB * 4) {
@@ -262,8 +254,8 @@ struct SdpaMatrix {
         }
         // The next keys are on their way while these are weighted.
         const int after = key + STEP < end ? key + STEP : next;
-        if (!AHEAD) load_values(v, key, at, wide, vw, vs);
-        else if (!RING && after < at.len) load_keys(k, after, at, wide, kw, ks);
+        if (!AHEAD) load_values<UK>(v, key, at.len, at.lane, wide, vw, vs);
+        else if (!RING && after < at.len) load_keys<UK>(k, after, at.len, at.lane, wide, kw, ks);
         if (RING) {
           COPIES_WAIT(ST - 2);
           simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -337,7 +329,7 @@ struct SdpaMatrix {
             }
           }
         }
-        if (AHEAD && !RING && after < at.len) load_values(v, after, at, wide, vw, vs);
+        if (AHEAD && !RING && after < at.len) load_values<UK>(v, after, at.len, at.lane, wide, vw, vs);
       }
       if (V::CODED) {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
@@ -358,7 +350,7 @@ struct SdpaMatrix {
 typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
@@ -378,7 +370,7 @@ X::run(
 typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
-threadgroup uint4 ring[X::RING ? X::SLOTS / 4 : 1];
+threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,

@@ -26,9 +26,9 @@ MAX_SIMDGROUPS = 8  # of a threadgroup: 256 threads, which every Apple GPU takes
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """Choices for one problem. ``rows`` and ``threadgroups`` change speed only; all
-    others but ``reason`` change the order of additions, so they depend on dims, format
-    and chip alone, never on q_len, batch or k_len (exact rows).
+    """Choices for one problem. ``rows``, ``threadgroups`` and, of plain keys, ``ahead``
+    change speed only; all others but ``reason`` change the order of additions, so they
+    depend on dims, format and chip alone, never on q_len, batch or k_len (exact rows).
 
     chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
     group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
@@ -55,7 +55,7 @@ class SdpaPlan:
 # match wins, the last rows are any other chip. A lane of the vector kernel holds about
 # 16 floats of q and o per row (128 / 16 lanes, twice). H200, bf16, 32/8 heads of 128,
 # 32k keys, 2026-11-29, us with the reduce: vector 99.5, matrix: see below. 16 rows of
-# 256 spill: 16/2 heads, 32k keys, 4 queries take 76.9 with them and 54.6 with 8.
+# 256 spill if loads come early: 16/2 heads, 32k keys, 4 queries 76.9, with 8 rows 54.6.
 # Apple: matrix units where the vector kernel's instructions and not memory would bound
 # one query, as counters predict (docs/counters.md); unmeasured.
 _TILES = (
@@ -174,14 +174,21 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_joint"
     rows, threadgroups, ahead = row_block(G * p.q_len, most), 0, False
     if kernel.startswith("sdpa_matrix"):
-        if ahead := chip.family == "Hopper":
+        if chip.family == "Hopper":
+            ahead = True
             chunk, keys, simdgroups, most = next(
                 (*row[3:6], min(most, row[6]))
                 for row in _MATRIX
                 if dim <= row[0] and bits <= row[1] and group >= row[2]
             )
         rows = min(most, -(-G * p.q_len // 8) * 8)
-    if ahead:
+        plain = min(p.k_bits, p.v_bits) >= 16
+        if plain and p.head_dim == dim == 256 and G * p.q_len > 8:
+            # Without registers for early loads, and with q in threadgroup memory. H200,
+            # 16/2 heads, 32k keys, us: 16 queries 129 (187 with blocks of 8, loads
+            # early), 4 39.9 (54.4), 2 28.0 (33.3); at 8k 39.8 (55.3), 19.0, 18.1.
+            rows, ahead = 16, False
+    if kernel.startswith("sdpa_matrix") and chip.family == "Hopper":
         # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
         coded = "_codes" in kernel
         # 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8

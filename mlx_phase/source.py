@@ -91,7 +91,7 @@ LEAN = tuple(
     k for k, files in KERNELS.items() if "rows.h" in files and "gather.h" not in files
 )
 
-_MARK = re.compile(r"^//! kernel (\w+) \(([\w, ]*)\) -> \(([\w, ]*)\)$", re.M)
+_MARK = re.compile(r"^//! kernel (\w+) \(([\w, =]*)\) -> \(([\w, =]*)\)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,15 @@ def lean_files(kernel: str) -> tuple[str, ...]:
 
 
 @cache
-def load(kernel: str, narrow: bool = False, lean: bool = False) -> KernelText:
+def load(
+    kernel: str, narrow: bool = False, lean: bool = False, without: tuple[str, ...] = ()
+) -> KernelText:
     """The text of ``kernel``, a key of :data:`KERNELS`; narrow: no vector loads; lean:
-    with the sums of ``lean.h``.
+    with the sums of ``lean.h``; without: inputs and outputs that a call does not have.
 
     In a ``.metal`` file everything above the first ``//! kernel`` line is helper code;
     each such line starts the body of the kernel it names, with its inputs and outputs.
+    What a call may lack is followed by = and what then stands in its place.
     """
     header = ["#define ALIGNED(p, n) false\n"] if narrow else []
     found = None
@@ -156,7 +159,13 @@ def load(kernel: str, narrow: bool = False, lean: bool = False) -> KernelText:
                 found = body, inputs, outputs
     if found is None:
         raise KeyError(f"no '//! kernel {kernel}' line in {KERNELS[kernel]}")
-    body, inputs, outputs = found
-    names = [tuple(n.strip() for n in text.split(",")) for text in (inputs, outputs)]
-    name = f"mlxp_{kernel}{'_lean' * lean}"
+    body, *lists = found
+    pairs = [[n.strip().partition("=") for n in text.split(",")] for text in lists]
+    others = {name: other for some in pairs for name, _, other in some}
+    for name in without:
+        if not others[name]:
+            raise ValueError(f"{kernel} cannot do without {name}")
+        body = f"const auto {name} = {others[name]};\n" + body
+    names = [tuple(n for n, *_ in some if n not in without) for some in pairs]
+    name = "_".join([f"mlxp_{kernel}", *["lean"] * lean, *[f"no_{n}" for n in without]])
     return KernelText(name, compact("".join(header)), compact(body), *names)

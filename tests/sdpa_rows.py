@@ -51,7 +51,10 @@ def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) ->
 
 def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tuple:
     """The same without the template."""
-    text = source.load(kernel, narrow)
+    without = ()
+    if problem.joint:
+        without = ("sinks",) * (not problem.sinks) + ("ml",) * direct
+    text = source.load(kernel, narrow, False, without)
     metal = METAL_TYPES[problem.dtype]
     codes = {bits: metal if bits >= 16 else "uint32_t" for bits in (4, 8, 16, 32)}
     joint = ("kv", "recent", "fresh", "kept")
@@ -67,11 +70,14 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
         )
         kind = types.get(name, "int" if name == "lens" and problem.lens else "float")
         inputs.append(Arg(name, kind, 1 if small else 4, 1 if small else 4096))
+    sizes = {
+        "out": (metal if direct else "float", 4 if direct else 5, 4096),
+        "ml": ("float", 1 if direct else 5, 1 if direct else 4096),
+    }
     outputs = [
-        Arg("out", metal if direct else "float", 4 if direct else 5, 4096),
-        Arg("ml", "float", 1 if direct else 5, 1 if direct else 4096),
+        Arg(name, *sizes.get(name, (types.get(name), 4, 4096)))
+        for name in text.output_names
     ]
-    outputs += [Arg(name, types[name], 4, 4096) for name in text.output_names[2:]]
     return text.name, inputs, outputs, text.body, text.header
 
 

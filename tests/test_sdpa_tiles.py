@@ -136,6 +136,31 @@ def test_parts_are_added_in_passes(dim, rows, bits):
     case.check(matrix_plan(case, rows, 64, 4))
 
 
+LONG = [
+    ("bfloat16", dict(causal=True)),
+    ("float16", dict(causal=True, window=70)),
+    ("bfloat16", dict(mask=sdpa_case.random_mask((2, 8, 3, 140)))),
+    ("bfloat16", dict(causal=True, lens=(33, 140), sinks=True)),
+]
+
+
+@pytest.mark.parametrize("dtype,more", LONG, ids=str)
+@pytest.mark.parametrize("threadgroups", [0, 4])
+def test_many_long_rows_have_their_queries_in_threadgroup_memory(
+    dtype, more, threadgroups, monkeypatch
+):
+    """Blocks of 16 rows of 256, one with half its rows; few rows keep registers."""
+    monkeypatch.setenv("MLX_PHASE_SANITIZE", "all,partial" if threadgroups else "")
+    case = sdpa_case.case(
+        heads=(8, 1), dims=(256, 256), q_len=3, k_len=140, batch=2, dtype=dtype, **more
+    )
+    caches = [poisoned(c) for c in case.caches()]
+    few = matrix_plan(case, 8, 64, 4)
+    many = replace(few, rows=16, ahead=False, threadgroups=threadgroups)
+    assert attention.row_blocks(case.problem, many) == 1
+    tolerance.assert_bits(case.check(many, caches), case.run(few, caches))
+
+
 @pytest.mark.parametrize("q_len", [1, 2, 3, 5])
 def test_few_rows_are_added_in_fewer_passes(q_len):
     case = sdpa_case.case(
@@ -171,3 +196,15 @@ def test_planned_tiles(row):
     for k_len, want in zip((8192, 32768, 131072), turns or (), strict=False):
         found = attention.turns(problem, chosen, -(-k_len // chunk))
         assert found == want
+
+
+def test_many_long_rows_have_blocks_of_16():
+    """A row's bits are those of blocks of 8: what else a plan chooses is the same."""
+    few, many = (
+        plan_sdpa(Sdpa(16, 2, 256, 256, q_len=q), lookup("h200")) for q in (1, 2)
+    )
+    assert (few.rows, few.ahead, many.rows, many.ahead) == (8, True, 16, False)
+    assert replace(many, rows=8, ahead=True) == replace(few, reason=many.reason)
+    assert attention.spread(many, direct=True).rows == 8
+    coded = Sdpa(16, 2, 256, 256, q_len=2, **form(8, 8, 64))
+    assert plan_sdpa(coded, lookup("h200")).rows == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -19,8 +20,13 @@ Cache = mx.array | Sequence[mx.array] | None
 MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 
-def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object]]:
-    """Template arguments of the kernel that ``p`` names; direct: there is one chunk."""
+def template(
+    problem: Sdpa, p: SdpaPlan, direct: bool, scale: float = 1.0
+) -> list[tuple[str, object]]:
+    """Template arguments of the kernel that ``p`` names; direct: there is one chunk.
+
+    Joint kernels have the scale and what all rows see among them.
+    """
     p = spread(p, direct)
     args = form(problem, "_codes" in p.kernel)
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
@@ -28,6 +34,9 @@ def template(problem: Sdpa, p: SdpaPlan, direct: bool) -> list[tuple[str, object
     args += [("WINDOW", problem.window > 0)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     args += [("LENS", problem.lens), ("DIRECT", direct)]
+    if problem.joint:
+        (bits,) = struct.unpack("<i", struct.pack("<f", scale))
+        args += [("SCALE", bits), ("KEYS", problem.window), ("CAUSAL", problem.causal)]
     return args + [("AHEAD", p.ahead)] * p.kernel.startswith("sdpa_matrix")
 
 
@@ -42,14 +51,15 @@ def spread(p: SdpaPlan, direct: bool) -> SdpaPlan:
     rows and 8.4 of 16, 16 queries in 7.1 and 10.8 (of 32).
     """
     small = direct and p.kernel.startswith("sdpa_matrix") and p.rows > 8
-    return replace(p, rows=8) if small else p
+    return replace(p, rows=8, ahead=True) if small else p
 
 
 def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
-    # Codes that come ahead have a ring in threadgroup memory for each simdgroup.
-    ring = p.ahead and "_codes" in p.kernel
-    if p.kernel.startswith("sdpa_matrix") and (direct or ring):
+    # Codes that come ahead have a ring in threadgroup memory for each simdgroup, and
+    # many long rows their queries.
+    full = p.ahead and "_codes" in p.kernel or p.rows * problem.head_dim >= 4096
+    if p.kernel.startswith("sdpa_matrix") and (direct or full):
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
@@ -146,7 +156,7 @@ def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array
     # Numbers stand in the place of what is not there: it is not read.
     last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
     if v is None:
-        return [q, *map(_behind, k), *last, numbers]
+        return [q, *map(_behind, k), lens, *[sinks] * (sinks is not None)]
     if coded:
         k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
         v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
@@ -199,7 +209,9 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     coded = "_codes" in p.kernel
 
     @lru_cache(maxsize=4096)
-    def launch(chunks: int, *kept: tuple[int, ...]) -> dict[str, object]:
+    def launch(
+        chunks: int, scale: float, *kept: tuple[int, ...]
+    ) -> dict[str, object]:
         direct = chunks == 1
         W = row_blocks(problem, p, direct)
         threads = 32 * p.simdgroups * W
@@ -208,12 +220,16 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         state = [(B, H, q_len, chunks, n) for n in (DV, 2)]
         shapes = [_out_shape(problem), (1,)] if direct else state
         dtypes = [dtype if direct else mx.float32, mx.float32]
-        dtypes += [mx.uint32, dtype, dtype] if coded and kept else [dtype] * len(kept)
+        if kept:
+            # Without the state of chunks, if there is one.
+            shapes = [shapes[0], *kept, *shapes[1:] * (not direct)]
+            dtypes[1:1] = [mx.uint32, dtype, dtype] if coded else [dtype]
+            dtypes = dtypes[: len(shapes)]
         return {
-            "template": template(problem, p, direct),
+            "template": template(problem, p, direct, scale),
             "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": [*shapes, *kept],
+            "output_shapes": shapes,
             "output_dtypes": dtypes,
         }
 
@@ -234,11 +250,15 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
         chunks = max(1, -(-k_len // p.chunk))
         recent = k[len(k) // 3 : 2 * len(k) // 3] if problem.joint else ()
-        how = launch(chunks, *[a.shape for a in recent])
-        out, ml, *kept = kernel(p.kernel, problem.joint)(inputs=inputs, **how)
-        one = chunks == 1
-        o = _by_head(out, q_len) if one else merge(problem, out, ml, sinks)
-        return (o, kept) if problem.joint else o
+        how = launch(chunks, scale if recent else 1.0, *[a.shape for a in recent])
+        without = ()
+        if recent:
+            without = ("sinks",) * (sinks is None) + ("ml",) * (chunks == 1)
+        run = kernel(p.kernel, problem.joint, False, without)
+        out, *more = run(inputs=inputs, **how)
+        kept, ml = more[: len(recent)], more[-1]
+        o = _by_head(out, q_len) if chunks == 1 else merge(problem, out, ml, sinks)
+        return (o, kept) if recent else o
 
     return call
 

@@ -23,9 +23,14 @@ def device_chip() -> Chip:
 
 
 @cache
-def kernel(name: str, ensure_row_contiguous: bool = True, lean: bool = False):
+def kernel(
+    name: str,
+    ensure_row_contiguous: bool = True,
+    lean: bool = False,
+    without: tuple[str, ...] = (),
+):
     """The callable of ``metal_kernel`` for one entry of ``source.KERNELS``."""
-    text = load(name, _narrow, lean)
+    text = load(name, _narrow, lean, without)
     return metal_kernel(
         name=text.name,
         input_names=list(text.input_names),
