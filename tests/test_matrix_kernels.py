@@ -14,9 +14,9 @@ SHORT = [name for name in ROWS if "float32" not in name]
 
 
 def test_rows_reach_every_kernel():
-    assert {
-        row[0].removeprefix("mlxp_") for row in ROWS.values()
-    } == matrix_rows.KERNELS | codes_rows.KERNELS
+    # Texts without what a call lacks are of the same kernel.
+    names = {row[0].removeprefix("mlxp_").split("_no_")[0] for row in ROWS.values()}
+    assert names == matrix_rows.KERNELS | codes_rows.KERNELS
 
 
 # Rows of attention are exact, those of qmm_small are not.
