@@ -45,6 +45,8 @@ METAL_FUNC void keep(const device uchar* before, const device uchar* fresh, devi
   }
 }
 #define NUMBERS float3(0, KEYS, CAUSAL)
+// PACKED: q has the fresh keys and values behind its heads, [B, Hq + 2 Hkv, q_len, D] in all.
+#define HEADS int3(q_shape[0], q_shape[1] - (PACKED ? 2 * kv_shape[1] : 0), q_shape[2])
 #define BYTES_OF(a) (const device uchar*)a
 #define KEEP(bytes, before, fresh, kept) \
   keep<bytes>(BYTES_OF(before), BYTES_OF(fresh), (device uchar*)kept, h.kh, h); \
@@ -54,7 +56,7 @@ METAL_FUNC void keep(const device uchar* before, const device uchar* fresh, devi
 #define HEAD(a, head, bytes) (BYTES_OF(a) + (size_t)(head) * h.k_len * (bytes))
 #define ALL_ALIGNED(x, y, z, n) (ALIGNED(x, n) && ALIGNED(y, n) && ALIGNED(z, n))
 
-//! kernel sdpa_split_joint (q, kv, recent, fresh, lens, sinks=lens) -> (out, kept, ml=nullptr)
+//! kernel sdpa_split_joint (q, kv, recent, fresh=q + q_shape[0] * (q_shape[1] - 2 * kv_shape[1]) * q_shape[2] * D, lens, sinks=lens) -> (out, kept, ml=nullptr)
 typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT, true> X;
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
@@ -66,7 +68,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      HEADS, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {(const device T*)HEAD(kv, h.kh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.kh)}};
   const typename X::V vr = {(const device T*)HEAD(kv, h.vh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.vh)}};
@@ -104,7 +106,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
       q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, at);
 }
 
-//! kernel sdpa_matrix_joint (q, kv, recent, fresh, lens, sinks=lens) -> (out, kept, ml=nullptr)
+//! kernel sdpa_matrix_joint (q, kv, recent, fresh=q + q_shape[0] * (q_shape[1] - 2 * kv_shape[1]) * q_shape[2] * D, lens, sinks=lens) -> (out, kept, ml=nullptr)
 typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, true> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
@@ -117,7 +119,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
   const Place at = place<CHUNK, W, WINDOW>(
-      q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
+      HEADS, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
       HEAD(kv, h.kh, ROW), nullptr, nullptr, ROW, 0, 0,

@@ -5,9 +5,9 @@ struct Place {
 };
 // numbers: scale, window (0: none), causal. head: the first query head of the kv head. block: the
 // first of the W row blocks.
-template <int CHUNK, int W, bool WINDOW, typename Ints, typename Floats>
+template <int CHUNK, int W, bool WINDOW, typename Heads, typename Ints, typename Floats>
 METAL_FUNC Place place(
-    const Ints q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
+    const Heads q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
     const uint sg, const uint lane) {
   const uint Hkv = k_shape[1], b = tg.z / Hkv;
   const int G = uint(q_shape[1]) / Hkv, kv = tg.z - b * Hkv, k_len = k_shape[2];

@@ -109,6 +109,13 @@ def joint(p: Sdpa, k, v, lens: mx.array | list[int], recent: int = 5) -> tuple:
     return arrays, None, mx.array([ends, held, nows], mx.int32)
 
 
+def packed(q: mx.array, kv: mx.array, recent: mx.array, fresh: mx.array) -> tuple:
+    """What stands for q, kv and recent of a joint problem where fresh lies behind q."""
+    B, Hq, L, D = q.shape
+    both = mx.concatenate([mx.contiguous(a).reshape(-1) for a in (q, fresh)])
+    return both.reshape(B, Hq + 2 * fresh.shape[1], L, D), kv, recent
+
+
 def _padded(a: mx.array, spare: int = SPARE) -> mx.array:
     spare = (*a.shape[:2], spare, a.shape[3])
     bad = mx.full(spare, float("nan") if a.dtype != mx.uint32 else 0, a.dtype)
@@ -168,7 +175,14 @@ def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     k, v, lens = caches(p, inputs)
     more = {"scale": scale, "sinks": inputs["sinks"], "lens": lens}
     if p.joint:
-        o, _ = prepare(p, chosen)(inputs["q"], k, v, **more)
+        run = prepare(p, chosen)
+        o, kept = run(inputs["q"], k, v, **more)
+        if len(k) == 3:
+            q, *arrays = packed(inputs["q"], *k)
+            both, kept_too = run(q, arrays, v, **more)
+            pairs = zip((o, *kept), (both, *kept_too), strict=True)
+            if not all(mx.array_equal(*ab, equal_nan=True).item() for ab in pairs):
+                return float("inf")
     else:
         o = prepare(p, chosen)(inputs["q"], k, v, mask=inputs["mask"], **more)
     o = np.array(o.astype(mx.float32))

@@ -197,8 +197,9 @@ def attend_joint(
 ) -> tuple[mx.array, list[mx.array]] | None:
     """The result over a joint cache and its next recent keys; None: no kernel.
 
-    k and v: all keys and values, as `sdpa` takes them, of which only the form is looked
-    at; arrays, lens: of a joint problem (`launch.attention.prepare`).
+    q, k and v: all queries, keys and values, as `sdpa` takes them, of which only the
+    form is looked at; arrays, lens: of a joint problem (`launch.attention.prepare`),
+    the first what stands in the place of q.
     """
     if isinstance(mask, mx.array):
         return None
@@ -206,6 +207,7 @@ def attend_joint(
     if found.launch is None:
         return None
     found.calls += 1
+    q, *arrays = arrays
     return found.launch(q, arrays, None, scale=scale, sinks=sinks, lens=lens)
 
 

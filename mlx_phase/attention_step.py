@@ -39,7 +39,7 @@ def attend(
     cache.unread, lens = False, cache.lens
     options = {"scale": scale, "sinks": sinks}
     coded = {"group_size": group_size, "bits": bits}
-    if (arrays := cache.joint(k, v)) is not None:
+    if (arrays := cache.joint(q, k, v)) is not None:
         more = {"mask": mask, "lens": cache.position.lens}
         both = attention_ops.attend_joint(q, k, v, arrays, **more, **options, **coded)
         if both is not None:

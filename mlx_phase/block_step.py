@@ -85,9 +85,9 @@ def _kept(key: tuple, name: str, make: Callable) -> Route | None:
     return route if route.launch is not None else None
 
 
-def _launch(route: Route, *arrays: mx.array) -> Any:
+def _launch(route: Route, *arrays: mx.array, **how) -> Any:
     route.calls += 1
-    return route.launch(*arrays)
+    return route.launch(*arrays, **how)
 
 
 class Step:
@@ -160,9 +160,11 @@ class Step:
         if each := len(cs) != L:
             # Sequences at positions of their own: so many positions of one sequence.
             x = x.reshape(1, B * L, K)
-        biases = [m.bias for m in matrices] if bias else []
-        weight = x if weight is None else weight
-        q, kv = _launch(route, x, weight, *_arrays(*matrices), *biases, cs)
+        arrays = [x, x if weight is None else weight, *_arrays(*matrices)]
+        arrays += [*(m.bias for m in matrices if bias), cs]
+        if B == 1 and not turn and getattr(cache, "packs", False):
+            return cache.take_packed(_launch(route, *arrays, packed=True))
+        q, kv = _launch(route, *arrays)
         if turn:
             q, kv = turn(q, kv, cs)
         if each:

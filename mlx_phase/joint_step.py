@@ -23,12 +23,16 @@ class JointStep(StepCache):
     recent ones. Whole keys and values are made for who asks for them alone.
     """
 
+    # Attention of plain keys takes q and the step's keys in one array.
+    packs = True
+
     def __init__(self, buffers: Sequence[mx.array], position: Position):
         half = len(buffers) // 2
         self.kv, self.recent = buffers[:half], buffers[half:]
         self.position, self.unread = position, False
         self.held, self.now = position.lens[1, 0], position.lens[2, 0]
         self._arrays: tuple[mx.array, ...] | None = None
+        self._packed: tuple = None, None
         self._halves = self.keys, self.values = self._merged(self.now)
 
     def _merged(self, end: mx.array) -> list[mx.array | Packed]:
@@ -60,10 +64,25 @@ class JointStep(StepCache):
         """As `StepCache`."""
         return self.position.lens[0]
 
-    def joint(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...] | None:
+    def joint(self, q: mx.array, keys: mx.array, values: mx.array) -> tuple | None:
         """As `StepCache`."""
-        same = all(map(is_, (keys, values), self._halves))
-        return self._arrays if same else None
+        if not all(map(is_, (keys, values), self._halves)) or self._arrays is None:
+            return None
+        if q is self._packed[1]:
+            return self._packed[0], *self._arrays[:-1]
+        return q, *self._arrays
+
+    def take_packed(self, both: mx.array) -> tuple[mx.array, mx.array]:
+        """Views of q and of the keys and values that lie behind it in one array.
+
+        both: [1, Hq + 2 Hkv, L, D]. Attention that is asked with this q, once the others
+        are written, gets the array itself.
+        """
+        _, heads, L, D = both.shape
+        ours = self.kv[0].shape[1]
+        q = both[:, : heads - 2 * ours]
+        self._packed = both, q
+        return q, both[:, heads - 2 * ours :].reshape(2, ours, L, D)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """As `StepCache`."""
@@ -90,3 +109,5 @@ class JointRing(RotatingStep, JointStep):
 
 class JointCodes(QuantizedStep, JointStep):
     """The same for quantised caches that are joint."""
+
+    packs = False

@@ -91,7 +91,7 @@ LEAN = tuple(
     k for k, files in KERNELS.items() if "rows.h" in files and "gather.h" not in files
 )
 
-_MARK = re.compile(r"^//! kernel (\w+) \(([\w, =]*)\) -> \(([\w, =]*)\)$", re.M)
+_MARK = re.compile(r"^//! kernel (\w+) \((.*)\) -> \((.*)\)$", re.M)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class StepCache:
         """Keys that exist after the step, int32 [batch]."""
         return self.position.lens
 
-    def joint(self, keys: mx.array | Packed, values: mx.array | Packed):
+    def joint(self, q: mx.array, keys: mx.array | Packed, values: mx.array | Packed):
         """The arrays of a joint problem that stand for these, if there are any."""
         return None
 

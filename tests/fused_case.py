@@ -6,6 +6,7 @@ import cases
 import mlx.core as mx
 import numpy as np
 import ref
+import tolerance
 
 EPS = 1e-5
 
@@ -65,6 +66,12 @@ def rotate(x: np.ndarray, cs: np.ndarray, dims: int, traditional: bool) -> np.nd
     out[..., first] = x[..., first] * c - x[..., second] * s
     out[..., second] = x[..., second] * c + x[..., first] * s
     return out
+
+
+def assert_behind(both: mx.array, q: mx.array, kv: mx.array) -> None:
+    """One array has the bits of q and then those of kv."""
+    want = mx.concatenate([q.reshape(-1), kv.reshape(-1)])
+    tolerance.assert_bits(both.reshape(-1), want)
 
 
 def heads(y: np.ndarray, D: int) -> np.ndarray:

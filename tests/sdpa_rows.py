@@ -45,15 +45,21 @@ def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:
 
 def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    values = template(problem, p, direct)
+    values = template(problem, p, direct, packed=direct and packs(problem))
     return *arguments_of(p.kernel, problem, direct, narrow), values
+
+
+def packs(problem: Sdpa) -> bool:
+    """Whether q may have the fresh keys behind it; here it has in rows of one chunk."""
+    return problem.joint and min(problem.k_bits, problem.v_bits) >= 16
 
 
 def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tuple:
     """The same without the template."""
     without = ()
     if problem.joint:
-        without = ("sinks",) * (not problem.sinks) + ("ml",) * direct
+        without = ("fresh",) * (direct and packs(problem))
+        without += ("sinks",) * (not problem.sinks) + ("ml",) * direct
     text = source.load(kernel, narrow, False, without)
     metal = METAL_TYPES[problem.dtype]
     codes = {bits: metal if bits >= 16 else "uint32_t" for bits in (4, 8, 16, 32)}

@@ -96,7 +96,11 @@ def test_qkv(dims, traditional, dtype, B, L, mixed, bias, eps):
     )
     run = fused.prepare_qkv(members, fused.Rotary(D, dims, traditional), eps, bias)
     arrays = [a for q in qs for a in q.args]
-    q, kv = run(x, weight, *arrays, *biases, mx.array(cs.astype(np.float32)))
+    given = (x, weight, *arrays, *biases, mx.array(cs.astype(np.float32)))
+    q, kv = run(*given)
+    both = run(*given, packed=True)
+    assert both.shape == (B, sum(sizes) // D, L, D)
+    case.assert_behind(both, q, kv)
     out = [q, *mx.split(kv, 2)]
     n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
     for i, (q, y) in enumerate(zip(qs, out, strict=True)):

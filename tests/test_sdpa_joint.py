@@ -9,7 +9,7 @@ import tolerance
 from sdpa_case import form
 
 from mlx_phase import attention_ops, ops
-from mlx_phase.attention_check import joint
+from mlx_phase.attention_check import joint, packed
 from mlx_phase.launch import attention
 from mlx_phase.plan_attention import supports_sdpa
 from mlx_phase.problem import Sdpa
@@ -23,13 +23,16 @@ def joint_plan(case: sdpa_case.Case, matrix: bool, **changes):
     return replace(plan, kernel=f"{plan.kernel}_joint")
 
 
-def joint_run(case: sdpa_case.Case, plan, recent: int, arrays=None):
-    """What the kernel of one array gives: (o, the next recent keys, or three)."""
+def joint_run(case: sdpa_case.Case, plan, recent: int, arrays=None, behind=False):
+    """What the kernel of one array gives: (o, the next recent keys, or three). behind:
+    the step's keys lie behind q."""
     problem = replace(case.problem, joint=True, lens=True)
     made, _, lens = joint(problem, *case.caches(), ends(case), recent)
     run = attention.prepare(problem, plan)
-    sinks = case.extras.get("sinks")
-    return run(case.q, arrays or made, None, scale=case.scale, lens=lens, sinks=sinks)
+    sinks, q, arrays = case.extras.get("sinks"), case.q, arrays or made
+    if behind:
+        q, *arrays = packed(q, *arrays)
+    return run(q, arrays, None, scale=case.scale, lens=lens, sinks=sinks)
 
 
 def ends(case: sdpa_case.Case) -> list[int]:
@@ -42,6 +45,10 @@ def both(case: sdpa_case.Case, matrix: bool, recent: int = 5, **changes):
     """What the kernels of one array and of two give, and the next recent keys."""
     plan = joint_plan(case, matrix, **changes)
     o, kept = joint_run(case, plan, recent)
+    if isinstance(case.caches()[0], mx.array):
+        again = joint_run(case, plan, recent, behind=True)
+        tolerance.assert_bits(again[0], o)
+        assert_kept(again[1], case, recent)
     apart = replace(plan, kernel=plan.kernel.removesuffix("_joint"))
     return o, case.run(apart), kept
 
@@ -196,7 +203,7 @@ def test_a_mask_or_a_kernel_that_is_off_leaves_it_to_whole_arrays():
     case = sdpa_case.case(q_len=2, k_len=40, seed=2, heads=(8, 2), causal=True)
     problem = replace(case.problem, joint=True, lens=True)
     arrays, _, lens = joint(problem, case.k, case.v, ends(case))
-    given = (case.q, case.k, case.v, arrays)
+    given = (case.q, case.k, case.v, [case.q, *arrays])
     more = dict(scale=case.scale, lens=lens)
     before = ops.served().kernels
     o, kept = attention_ops.attend_joint(*given, mask="causal", **more)

@@ -21,11 +21,16 @@ MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 
 def template(
-    problem: Sdpa, p: SdpaPlan, direct: bool, scale: float = 1.0
+    problem: Sdpa,
+    p: SdpaPlan,
+    direct: bool,
+    scale: float = 1.0,
+    packed: bool = False,
 ) -> list[tuple[str, object]]:
     """Template arguments of the kernel that ``p`` names; direct: there is one chunk.
 
-    Joint kernels have the scale and what all rows see among them.
+    Joint kernels have the scale and what all rows see among them, and those of plain
+    caches whether q has the fresh keys behind it.
     """
     p = spread(p, direct)
     args = form(problem, "_codes" in p.kernel)
@@ -37,6 +42,7 @@ def template(
     if problem.joint:
         (bits,) = struct.unpack("<i", struct.pack("<f", scale))
         args += [("SCALE", bits), ("KEYS", problem.window), ("CAUSAL", problem.causal)]
+        args += [("PACKED", packed)] * ("_codes" not in p.kernel)
     return args + [("AHEAD", p.ahead)] * p.kernel.startswith("sdpa_matrix")
 
 
@@ -198,10 +204,11 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     Of a joint problem v is None and k three arrays: kv [2 B, Hkv, k_len, D], keys and
     then values; recent [2 B, Hkv, room, D], those of earlier steps that kv lacks; fresh
     [2 B, Hkv, q_len, D], this step's. Of codes each is three arrays: kv's, then those
-    of recent, then fresh. lens is [3, B]: keys that exist, up to k_len; the place in kv
-    of the first recent one; that of the first fresh one, at most ``room - q_len``
-    behind. The function gives (o, arrays of the next step's recent). An array that is
-    not contiguous is copied.
+    of recent, then fresh. Two arrays: fresh lies behind q in one array, which stands in
+    the place of q, [B, Hq + 2 Hkv, q_len, D]. lens is [3, B]: keys that exist, up to
+    k_len; the place in kv of the first recent one; that of the first fresh one, at most
+    ``room - q_len`` behind. The function gives (o, arrays of the next step's recent).
+    An array that is not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -210,7 +217,7 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
 
     @lru_cache(maxsize=4096)
     def launch(
-        chunks: int, scale: float, *kept: tuple[int, ...]
+        chunks: int, scale: float, packed: bool, *kept: tuple[int, ...]
     ) -> dict[str, object]:
         direct = chunks == 1
         W = row_blocks(problem, p, direct)
@@ -226,7 +233,7 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
             dtypes[1:1] = [mx.uint32, dtype, dtype] if coded else [dtype]
             dtypes = dtypes[: len(shapes)]
         return {
-            "template": template(problem, p, direct, scale),
+            "template": template(problem, p, direct, scale, packed),
             "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
             "output_shapes": shapes,
@@ -249,11 +256,15 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         if not k_len and not problem.joint:
             return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
         chunks = max(1, -(-k_len // p.chunk))
-        recent = k[len(k) // 3 : 2 * len(k) // 3] if problem.joint else ()
-        how = launch(chunks, scale if recent else 1.0, *[a.shape for a in recent])
-        without = ()
-        if recent:
-            without = ("sinks",) * (sinks is None) + ("ml",) * (chunks == 1)
+        recent, without, packed = (), (), False
+        if problem.joint:
+            third, packed = -(-len(k) // 3), len(k) == 2
+            recent = k[third : 2 * third]
+            absent = {"fresh": packed, "sinks": sinks is None, "ml": chunks == 1}
+            without = tuple(name for name, yes in absent.items() if yes)
+        how = launch(
+            chunks, scale * problem.joint, packed, *[a.shape for a in recent]
+        )
         run = kernel(p.kernel, problem.joint, False, without)
         out, *more = run(inputs=inputs, **how)
         kept, ml = more[: len(recent)], more[-1]

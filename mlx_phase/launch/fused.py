@@ -149,21 +149,32 @@ def prepare_qkv(
 
     x [B, L, K] -> q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim], k and then v;
     q and k rotated. ``norm`` and ``eps`` as in `prepare_glu`; members may differ in
-    bits.
+    bits. With ``packed=True`` the function gives one array instead, [B, Hq + 2 Hkv, L,
+    head_dim], with kv behind q.
     angles fp32 [L, head_dim]: cos in the place of a pair's first dim, sin in that of
     its second.
     """
     if members[1].N != members[2].N:
         raise ValueError(f"k has {members[1].N} rows, v {members[2].N}: want as many")
     p = p or planned("qmv_qkv", members, eps, rotary)
-    run = kernel(p.kernel + "_bias" * bias, lean=p.lean)
+    name = p.kernel + "_bias" * bias
+    run, run_packed = (
+        kernel(name, lean=p.lean, without=less) for less in ((), ("kv",))
+    )
     dtype = getattr(mx, members[0].x_dtype)
     heads = [m.N // rotary.head_dim for m in members[:2]]
     count = sum(tiles(p, m.N) for m in members)
     launch = _tile(p, count, qkv_template(p, members, rotary, eps))
 
-    def call(x, norm, *rest) -> list[mx.array]:
+    def call(x, norm, *rest, packed: bool = False) -> list[mx.array] | mx.array:
         B, L, _ = x.shape
+        if packed:
+            return run_packed(
+                inputs=[x, norm, *rest],
+                output_shapes=[(B, heads[0] + 2 * heads[1], L, rotary.head_dim)],
+                output_dtypes=[dtype],
+                **launch,
+            )[0]
         return run(
             inputs=[x, norm, *rest],
             output_shapes=[
