@@ -162,8 +162,9 @@ class Step:
             x = x.reshape(1, B * L, K)
         arrays = [x, x if weight is None else weight, *_arrays(*matrices)]
         arrays += [*(m.bias for m in matrices if bias), cs]
-        if B == 1 and not turn and getattr(cache, "packs", False):
-            return cache.take_packed(_launch(route, *arrays, packed=True))
+        if B == 1 and getattr(cache, "packs", False):
+            both = _launch(route, *arrays, packed=True)
+            return cache.take_packed(turn(both, f.kv_heads, cs) if turn else both)
         q, kv = _launch(route, *arrays)
         if turn:
             q, kv = turn(q, kv, cs)

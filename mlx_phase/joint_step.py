@@ -75,8 +75,8 @@ class JointStep(StepCache):
     def take_packed(self, both: mx.array) -> tuple[mx.array, mx.array]:
         """Views of q and of the keys and values that lie behind it in one array.
 
-        both: [1, Hq + 2 Hkv, L, D]. Attention that is asked with this q, once the others
-        are written, gets the array itself.
+        both: [1, Hq + 2 Hkv, L, D]. Attention with this q, once the others are written,
+        gets the array itself.
         """
         _, heads, L, D = both.shape
         ours = self.kv[0].shape[1]

@@ -19,6 +19,7 @@ import mlx_phase
 from mlx_phase import cache_joint, ops
 from mlx_phase.cache_joint import JOINT, JOINT_CODES, JOINT_RING
 from mlx_phase.joint_step import RECENT
+from mlx_phase.launch import attention
 from mlx_phase.step_cache import StepCache
 
 # Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
@@ -247,3 +248,22 @@ def test_keys_that_are_set_before_a_step_count(monkeypatch):
     assert m._steps._apart == {0, 1}
     monkeypatch.setattr(cache_joint, "TIMES", 0)
     tolerance.assert_bits(have, steps(m, started(m), 22, [1, 3, 1]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_step_of_one_sequence_has_one_array_for_q_and_its_keys(name, monkeypatch):
+    m = model(name, mx.bfloat16)
+    mlx_phase.patch(m, check=False)
+    lacks, kernel = [], attention.kernel
+    monkeypatch.setattr(
+        attention, "kernel", lambda *a: lacks.append(a[-1]) or kernel(*a)
+    )
+    two = mx.tile(TOKENS[:, :20], (2, 1))
+    for tokens, behind in ((TOKENS[:, :20], True), (two, False)):
+        caches = make_prompt_cache(m)
+        m(tokens, cache=caches)
+        for _ in range(3):
+            lacks.clear()
+            m(tokens[:, :1], cache=caches)
+        assert [type(c) for c in caches] == [JOINT] * len(caches)
+        assert {"fresh" in w for w in lacks} == {behind}

@@ -122,7 +122,10 @@ def test_qk_norm(dtype, dims, traditional, D):
     norms = [case.vector(D, dtype, 1), case.vector(D, dtype, 2)]
     cs = case.angles(3, 500, D, dims, traditional)
     run = fused.prepare_qk_norm(dtype, fused.Rotary(D, dims, traditional), case.EPS)
-    q_out, kv_out = run(q, kv, *norms, mx.array(cs.astype(np.float32)))
+    angles = mx.array(cs.astype(np.float32))
+    q_out, kv_out = run(q, kv, *norms, angles)
+    both = mx.concatenate([q.reshape(-1), kv.reshape(-1)]).reshape(2, 6, 3, D)
+    case.assert_behind(run(both, 1, *norms, angles), q_out, kv_out)
     tolerance.assert_bits(kv_out[2:], kv[2:])
     for x, weight, y in zip((q, kv[:2]), norms, (q_out, kv_out[:2]), strict=True):
         want = case.norm(case.wide(x), case.wide(weight))

@@ -262,9 +262,7 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
             recent = k[third : 2 * third]
             absent = {"fresh": packed, "sinks": sinks is None, "ml": chunks == 1}
             without = tuple(name for name, yes in absent.items() if yes)
-        how = launch(
-            chunks, scale * problem.joint, packed, *[a.shape for a in recent]
-        )
+        how = launch(chunks, scale * problem.joint, packed, *[a.shape for a in recent])
         run = kernel(p.kernel, problem.joint, False, without)
         out, *more = run(inputs=inputs, **how)
         kept, ml = more[: len(recent)], more[-1]

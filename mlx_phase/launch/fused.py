@@ -72,9 +72,12 @@ def qkv_template(
     return [*_tiled(members[0], p), *_norm(eps), *_rotary(rotary), *bits]
 
 
-def qk_norm_template(dtype: str, rotary: Rotary, eps: float) -> list:
-    """Template arguments of ``qk_norm``."""
-    return [("T", getattr(mx, dtype)), *_norm(eps)[1:], *_rotary(rotary)]
+def qk_norm_template(
+    dtype: str, rotary: Rotary, eps: float, heads: int = 1, packed: bool = False
+) -> list:
+    """Template arguments of ``qk_norm``; heads: of k."""
+    args = [("T", getattr(mx, dtype)), *_norm(eps)[1:], *_rotary(rotary)]
+    return [*args, ("KV", heads), ("PACKED", packed)]
 
 
 def add_norm_template(dtype: str, K: int, eps: float) -> list:
@@ -192,22 +195,25 @@ def prepare_qk_norm(dtype: str, rotary: Rotary, eps: float) -> Launch:
     """A function ``(q, kv, q_norm, k_norm, angles) -> [q, kv]``: RMS norm of each head
     of q and k, then the rotation; v as it is.
 
-    q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim] contiguous, of ``dtype``;
-    norms [head_dim]; angles as in `prepare_qkv`.
+    q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim] as from `prepare_qkv`; norms
+    [head_dim] and angles as there. kv may be a number: so many heads of k, and of v,
+    lie behind q in one array, and one array is what the function gives.
     """
-    run = kernel("qk_norm")
-    args = qk_norm_template(dtype, rotary, eps)
 
-    def call(q, kv, q_norm, k_norm, angles) -> list[mx.array]:
-        rows = (q.size + kv.size) // rotary.head_dim
-        return run(
-            inputs=[q, kv, q_norm, k_norm, angles],
-            output_shapes=[q.shape, kv.shape],
-            output_dtypes=[q.dtype] * 2,
-            template=args,
+    def call(q, kv, q_norm, k_norm, angles) -> list[mx.array] | mx.array:
+        packed = isinstance(kv, int)
+        given = [q] if packed else [q, kv]
+        heads = kv if packed else kv.shape[1]
+        rows = sum(a.size for a in given) // rotary.head_dim
+        outs = kernel("qk_norm", without=("kv", "kvo") if packed else ())(
+            inputs=[*given, q_norm, k_norm, angles],
+            output_shapes=[a.shape for a in given],
+            output_dtypes=[q.dtype] * len(given),
+            template=qk_norm_template(dtype, rotary, eps, heads, packed),
             grid=(32 * rows, 1, 1),
             threadgroup=(32, 1, 1),
         )
+        return outs[0] if packed else outs
 
     return call
 
