@@ -55,8 +55,14 @@ def row_name(row: tuple) -> str:
 
 
 def launched(kernel, dtype: str, values: list, narrow: bool, lean=False) -> tuple:
-    """(name, inputs, outputs, body, header, template) of a launch of a block."""
-    text, metal = source.load(kernel, narrow, lean), METAL_TYPES[dtype]
+    """(name, inputs, outputs, body, header, template) of a launch of a block.
+
+    In bfloat16 keys and values lie behind q in one array.
+    """
+    without = ()
+    if dtype == "bfloat16":
+        without = {"qk_norm": ("kv", "kvo")}.get(kernel, ("kv",) * ("_qkv" in kernel))
+    text, metal = source.load(kernel, narrow, lean, without), METAL_TYPES[dtype]
     types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
     inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]
     outputs = [Arg(n, metal, 2, 4096) for n in text.output_names]
@@ -67,7 +73,8 @@ def arguments(kernel, members, choices, chip, narrow=False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
     first, lean = members[0], False
     if kernel == "qk_norm":
-        values = fused.qk_norm_template(first.x_dtype, *choices)
+        packed = first.x_dtype == "bfloat16"
+        values = fused.qk_norm_template(first.x_dtype, *choices, 4, packed)
     elif kernel == "add_norm":
         values = fused.add_norm_template(first.x_dtype, *choices)
     else:
