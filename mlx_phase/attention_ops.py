@@ -53,10 +53,11 @@ def planned(problem: Sdpa, chip: Chip) -> SdpaPlan | PrefillPlan:
 
 
 def variant(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> str:
-    """Name of one compiled kernel: equal names are the same compiled text."""
+    """Name of one kernel: equal names are the same text, but for a model's scale, how
+    many chunks there are and whether keys lie behind q."""
     given = _launcher(chosen).template(problem, chosen, True)[1:]
-    # Zeros are what a kernel does without; DIRECT says how many chunks there are.
-    tile = [f"{k}={int(v)}" for k, v in given if k[-1] != "E" and k != "DIRECT" and v]
+    # Zeros are what a kernel does without.
+    tile = [f"{k}={int(v)}" for k, v in given if k not in ("DIRECT", "SCALE") and v]
     return " ".join([chosen.kernel, problem.dtype, *tile])
 
 

@@ -133,14 +133,19 @@ class _Case:
             heads = x[..., : 4 * HEAD].reshape(1, -1, 4, HEAD).transpose(0, 2, 1, 3)
             q, kv = mx.contiguous(heads[:, :3]), mx.repeat(heads[:, 3:], 2, axis=0)
             norms = [self.norm[:HEAD], self.norm[HEAD : 2 * HEAD]]
+            if behind := x.shape[1] == 1:
+                q, kv = mx.concatenate([q, kv[:1], kv[1:]], axis=1), 1
             run = prepare_qk_norm(row.dtype, rotary, EPS)
-            return _apart(*run(q, kv, *norms, angles))
+            return _apart(run(q, kv, *norms, angles), 1, behind)
         bias = row.kernel == "qmv_qkv_bias"
         members = tuple(replace(problem, N=n) for n in SIZES)
         extra = [b for b, _ in self.biases] if bias else []
         arrays = [a for w in self.weights for a in w]
+        # One row has keys and values behind q: other texts, with the same bits.
+        behind = x.shape[1] == 1
         run = prepare_qkv(members, rotary, EPS, bias, p)
-        return _apart(*run(x, self.norm, *arrays, *extra, angles))
+        out = run(x, self.norm, *arrays, *extra, angles, packed=behind)
+        return _apart(out, SIZES[1] // HEAD, behind)
 
     def _angles(self, at: slice) -> mx.array:
         first, second = self._pairs()
@@ -183,8 +188,12 @@ class _Case:
         return [self._turn(ys[0]), self._turn(ys[1]), ys[2]]
 
 
-def _apart(q: mx.array, kv: mx.array) -> list[mx.array]:
-    """q, k and v of a launch, [heads, rows, D]."""
+def _apart(out, heads: int, behind: bool) -> list[mx.array]:
+    """q, k and v of a launch, [heads, rows, D]; heads: of k."""
+    if behind:
+        first = out.shape[1] - 2 * heads
+        return mx.split(out[0], [first, first + heads])
+    q, kv = out
     return [q[0], kv[0], kv[1]]
 
 

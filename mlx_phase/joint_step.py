@@ -32,7 +32,8 @@ class JointStep(StepCache):
         self.position, self.unread = position, False
         self.held, self.now = position.lens[1, 0], position.lens[2, 0]
         self._arrays: tuple[mx.array, ...] | None = None
-        self._packed: tuple = None, None
+        # q and fresh keys in one array, and the views of both.
+        self._packed: tuple = None, None, None
         self._halves = self.keys, self.values = self._merged(self.now)
 
     def _merged(self, end: mx.array) -> list[mx.array | Packed]:
@@ -75,14 +76,15 @@ class JointStep(StepCache):
     def take_packed(self, both: mx.array) -> tuple[mx.array, mx.array]:
         """Views of q and of the keys and values that lie behind it in one array.
 
-        both: [1, Hq + 2 Hkv, L, D]. Attention with this q, once the others are written,
-        gets the array itself.
+        both: [1, Hq + 2 Hkv, L, D]. Attention with this q, once these others are
+        written, gets the array itself.
         """
         _, heads, L, D = both.shape
         ours = self.kv[0].shape[1]
         q = both[:, : heads - 2 * ours]
-        self._packed = both, q
-        return q, both[:, heads - 2 * ours :].reshape(2, ours, L, D)
+        kv = both[:, heads - 2 * ours :].reshape(2, ours, L, D)
+        self._packed = both, q, kv
+        return q, kv
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         """As `StepCache`."""
@@ -92,6 +94,8 @@ class JointStep(StepCache):
     def write(self, new: mx.array) -> tuple:
         """Take the step's keys and values [2 B, Hkv, L, D]; gives the whole ones."""
         self.buffers()
+        if new is not self._packed[2]:
+            self._packed = None, None, None
         fresh, self.unread = self._coded(new), True
         self._arrays = (*self.kv, *self.recent, *fresh)
         self.recent = self._put(self.recent, fresh)

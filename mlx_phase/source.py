@@ -163,7 +163,7 @@ def load(
     pairs = [[n.strip().partition("=") for n in text.split(",")] for text in lists]
     others = {name: other for some in pairs for name, _, other in some}
     for name in without:
-        if not others[name]:
+        if not others.get(name):
             raise ValueError(f"{kernel} cannot do without {name}")
         body = f"const auto {name} = {others[name]};\n" + body
     names = [tuple(n for n, *_ in some if n not in without) for some in pairs]

@@ -19,9 +19,10 @@ from .block_step import Memo, Step
 from .cache_groups import grouped
 from .class_swap import train_along
 from .joint_kinds import KINDS
+from .joint_step import RECENT, JointStep
 from .rotary import FAR, same_rope
 from .routes import counted
-from .step_cache import Position, StepCache
+from .step_cache import Position
 from .traced import (
     ERRORS,
     find_decoder,
@@ -193,8 +194,9 @@ def _difference(block: nn.Module, found: Fused, rows: int) -> float:
         index = mx.arange(9, 9 + rows, dtype=mx.int32)
         # One row goes far: some models scale by the position.
         start = mx.array(FAR if rows == 1 else 9, mx.int32)
-        at = Position(index, mx.array([9 + rows], mx.int32), start)
-        cache = StepCache(kv, at)
+        at = Position(index, mx.array([[9 + rows], [9], [9]], mx.int32), start)
+        recent = mx.zeros((2, *shape[1:2], RECENT, shape[3]), norm.dtype)
+        cache = JointStep([mx.concatenate(kv), recent], at)
         with counted(), attention_of_step([cache]):
             return call(x, mask, cache).astype(mx.float32)
 

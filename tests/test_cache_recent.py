@@ -17,10 +17,11 @@ from test_traced import TOKENS, model
 
 import mlx_phase
 from mlx_phase import cache_joint, ops
+from mlx_phase.attention_step import attend
 from mlx_phase.cache_joint import JOINT, JOINT_CODES, JOINT_RING
-from mlx_phase.joint_step import RECENT
+from mlx_phase.joint_step import RECENT, JointStep
 from mlx_phase.launch import attention
-from mlx_phase.step_cache import StepCache
+from mlx_phase.step_cache import Position, StepCache
 
 # Lengths of steps, and below zero tokens to trim: over the end of recent keys, into
 # those that the array holds, and both.
@@ -267,3 +268,20 @@ def test_a_step_of_one_sequence_has_one_array_for_q_and_its_keys(name, monkeypat
             m(tokens[:, :1], cache=caches)
         assert [type(c) for c in caches] == [JOINT] * len(caches)
         assert {"fresh" in w for w in lacks} == {behind}
+
+
+def test_keys_that_a_model_sets_are_those_attended_to():
+    """Though q came in one array with others."""
+    parts = mx.random.normal((1, 8, 1, 64), key=mx.random.key(0)).astype(mx.bfloat16)
+    kv = mx.random.normal((2, 2, 40, 64), key=mx.random.key(1)).astype(mx.bfloat16)
+    other = mx.random.normal((2, 2, 1, 64), key=mx.random.key(2)).astype(mx.bfloat16)
+    lens = mx.array([[10], [9], [9]], mx.int32)
+
+    def attended(behind: bool) -> mx.array:
+        at = Position(mx.array([9], mx.int32), lens, mx.array(9, mx.int32))
+        cache = JointStep([kv, mx.zeros((2, 2, RECENT, 64), kv.dtype)], at)
+        q = cache.take_packed(parts)[0] if behind else parts[:, :4]
+        k, v = cache.update_and_fetch(*mx.split(other, 2))
+        return attend(q, k, v, cache=cache, scale=0.125)
+
+    tolerance.assert_bits(attended(True), attended(False))

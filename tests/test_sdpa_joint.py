@@ -236,3 +236,17 @@ def test_on_tensor_cores(dim, q_len, k_len, recent, bits):
     tolerance.assert_close(out, *case.oracle(), "bfloat16")
     tolerance.assert_bits(out, case.run(None))
     assert_kept(kept, case, recent)
+
+
+def test_a_scale_may_be_an_array_and_differ_between_calls():
+    case = sdpa_case.case(q_len=1, k_len=40)
+    problem = replace(case.problem, joint=True, lens=True)
+    arrays, _, lens = joint(problem, *case.caches(), ends(case))
+    run = attention.prepare(problem, joint_plan(case, False))
+    call = dict(lens=lens, sinks=None)
+    want = run(case.q, arrays, None, scale=0.25, **call)[0]
+    tolerance.assert_bits(
+        run(case.q, arrays, None, scale=mx.array(0.25), **call)[0], want
+    )
+    other = run(case.q, arrays, None, scale=0.5, **call)[0]
+    assert not mx.array_equal(other, want).item()

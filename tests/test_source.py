@@ -55,8 +55,9 @@ def test_what_a_call_may_lack():
     assert (*less.output_names, "ml") == whole.output_names
     assert less.name == f"{whole.name}_no_sinks_no_ml" and less.header == whole.header
     assert less.body == "const auto ml=nullptr;\nconst auto sinks=lens;\n" + whole.body
-    with pytest.raises(ValueError, match="sdpa_matrix_joint cannot do without lens"):
-        source.load("sdpa_matrix_joint", without=("lens",))
+    for name in ("lens", "mask"):
+        with pytest.raises(ValueError, match=f"cannot do without {name}"):
+            source.load("sdpa_matrix_joint", without=(name,))
 
 
 def test_compact_keeps_directives_and_words():

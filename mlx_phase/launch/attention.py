@@ -64,7 +64,8 @@ def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
     # Codes that come ahead have a ring in threadgroup memory for each simdgroup, and
     # many long rows their queries.
-    full = p.ahead and "_codes" in p.kernel or p.rows * problem.head_dim >= 4096
+    coded = "_codes" in p.kernel
+    full = coded if p.ahead else not coded and p.rows * problem.head_dim >= 4096
     if p.kernel.startswith("sdpa_matrix") and (direct or full):
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
@@ -205,10 +206,10 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     then values; recent [2 B, Hkv, room, D], those of earlier steps that kv lacks; fresh
     [2 B, Hkv, q_len, D], this step's. Of codes each is three arrays: kv's, then those
     of recent, then fresh. Two arrays: fresh lies behind q in one array, which stands in
-    the place of q, [B, Hq + 2 Hkv, q_len, D]. lens is [3, B]: keys that exist, up to
-    k_len; the place in kv of the first recent one; that of the first fresh one, at most
-    ``room - q_len`` behind. The function gives (o, arrays of the next step's recent).
-    An array that is not contiguous is copied.
+    the place of q, as large as [B, Hq + 2 Hkv, q_len, D]. lens is [3, B]: keys that
+    exist, up to k_len; the place in kv of the first recent one; that of the first fresh
+    one, at most ``room - q_len`` behind. The function gives (o, arrays of the next
+    step's recent). An array that is not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
     dtype = getattr(mx, problem.dtype)
@@ -260,9 +261,14 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         if problem.joint:
             third, packed = -(-len(k) // 3), len(k) == 2
             recent = k[third : 2 * third]
-            absent = {"fresh": packed, "sinks": sinks is None, "ml": chunks == 1}
+            if sinks is not None and chunks > 1:
+                inputs.pop()  # the reduce has them
+            sunk = sinks is not None and chunks == 1
+            absent = {"fresh": packed, "sinks": not sunk, "ml": chunks == 1}
             without = tuple(name for name, yes in absent.items() if yes)
-        how = launch(chunks, scale * problem.joint, packed, *[a.shape for a in recent])
+        # Others have it in an array.
+        scale = float(scale) if problem.joint else 1.0
+        how = launch(chunks, scale, packed, *[a.shape for a in recent])
         run = kernel(p.kernel, problem.joint, False, without)
         out, *more = run(inputs=inputs, **how)
         kept, ml = more[: len(recent)], more[-1]

@@ -152,8 +152,8 @@ def prepare_qkv(
 
     x [B, L, K] -> q [B, Hq, L, head_dim] and kv [2 B, Hkv, L, head_dim], k and then v;
     q and k rotated. ``norm`` and ``eps`` as in `prepare_glu`; members may differ in
-    bits. With ``packed=True`` the function gives one array instead, [B, Hq + 2 Hkv, L,
-    head_dim], with kv behind q.
+    bits. With ``packed=True`` the function gives one array instead, as large as
+    [B, Hq + 2 Hkv, L, head_dim], with all of kv behind all of q.
     angles fp32 [L, head_dim]: cos in the place of a pair's first dim, sin in that of
     its second.
     """
