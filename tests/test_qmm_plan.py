@@ -11,7 +11,7 @@ import tolerance
 from tune_world import quantized
 
 import mlx_phase
-from mlx_phase import check, doctor, doctor_kernels, ops
+from mlx_phase import check, doctor, doctor_kernels, ops, source
 from mlx_phase.chip import CHIPS, detect, lookup
 from mlx_phase.executor import ExecutorError
 from mlx_phase.launch import matmul
@@ -198,3 +198,22 @@ def test_the_doctor_checks_and_times_a_tile():
     found = doctor_kernels.examine(row)
     assert found.ok and found.exact is None and found.run_ms > 0
     assert found.kernel.startswith("qmm affine") and found.M == 4096
+
+
+def test_readme_has_the_threadgroups_of_every_apple_chip():
+    text = (source.metal_dir() / "README.md").read_text()
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.split("\n")
+        if line.startswith(("| cores |", "| M = 64, ", "| M = 512 |", "| M = 2048 |"))
+    ]
+    shown = {
+        int(cores): own for cores, *own in zip(*table, strict=True) if cores != "cores"
+    }
+    apple = [c for c in CHIPS if c.family.startswith("Apple")]
+    assert shown.keys() == {c.gpu_cores for c in apple}
+    for c in apple:
+        for M, have in zip((64, 512, 2048), shown[c.gpu_cores], strict=True):
+            p = plan_qmm(Matmul(M, 4096, 4096), c)
+            tiles = -(-M // p.tile.BM) * -(-4096 // p.tile.BN) * p.splits
+            assert float(have) == pytest.approx(tiles / c.gpu_cores, rel=0.04)
