@@ -23,7 +23,7 @@ struct Merge {
   }
 };
 
-//! kernel sdpa_reduce (o, ml, sinks) -> (out)
+//! kernel sdpa_reduce (o, ml, sinks=ml) -> (out)
 const int C = DS / 4, P = 32 / C, SG = TG / 32, S = SG * P, U = 4;
 threadgroup float part[SG * (DS + 1)];
 threadgroup float tops[SG];

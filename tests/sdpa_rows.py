@@ -89,11 +89,10 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
 
 def reduce_arguments(problem: Sdpa) -> tuple:
     """The same of the kernel that merges the chunks."""
-    text = source.load("sdpa_reduce")
+    text = source.load("sdpa_reduce", without=("sinks",) * (not problem.sinks))
     metal = METAL_TYPES[problem.dtype]
     # One head and two chunks: so few are in the constant address space.
     inputs = [Arg("o", "float", 5, 4096), Arg("ml", "float", 5, 4)]
-    sinks = (metal, 1, problem.q_heads) if problem.sinks else ("float", 5, 4096)
-    inputs.append(Arg("sinks", *sinks))
+    inputs += [Arg("sinks", metal, 1, problem.q_heads)] * problem.sinks
     outputs = [Arg("out", metal, 4, 4096)]
     return text.name, inputs, outputs, text.body, text.header, reduce_template(problem)

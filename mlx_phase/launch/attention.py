@@ -129,13 +129,17 @@ def merge(
     natural log units and the sum; the o of a chunk whose max is -inf is not read.
     """
     rows = problem.batch * problem.q_heads * problem.q_len
-    out = kernel("sdpa_reduce", False)(
-        inputs=[o, ml, ml if sinks is None else sinks],
-        output_shapes=[_out_shape(problem)],
-        output_dtypes=[getattr(mx, problem.dtype)],
-        **reduce_launch(problem, rows, o.shape[3]),
-    )[0]
+    how = reduce_launch(problem, rows, o.shape[3])
+    shape, dtype = _out_shape(problem), getattr(mx, problem.dtype)
+    out = reduced(o, ml, sinks, output_shapes=[shape], output_dtypes=[dtype], **how)
     return _by_head(out, problem.q_len)
+
+
+def reduced(o: mx.array, ml: mx.array, sinks: mx.array | None, **how) -> mx.array:
+    """The launch that merges states of chunks."""
+    inputs = [o, ml] if sinks is None else [o, ml, sinks]
+    without = ("sinks",) * (sinks is None)
+    return kernel("sdpa_reduce", False, False, without)(inputs=inputs, **how)[0]
 
 
 # Inputs under 8 elements are `constant` in MSL, and kernels read others; only tiny

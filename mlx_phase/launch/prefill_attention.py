@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..plan_prefill_attention import PrefillPlan, chunks_of, plan_prefill
 from ..problem import Sdpa
-from .attention import MASKS, Cache, arguments, form, reduce_launch
+from .attention import MASKS, Cache, arguments, form, reduce_launch, reduced
 from .matmul import device_chip, kernel
 
 MERGE = 128  # threads that merge the few chunks of a row
@@ -82,8 +82,7 @@ def prepare(problem: Sdpa, p: PrefillPlan | None = None) -> Callable[..., mx.arr
         first, merge = launch(q_len, chunks)
         out, ml = kernel(p.kernel, False)(inputs=inputs, **first)
         if chunks > 1:
-            inputs = [out, ml, ml if sinks is None else sinks]
-            out = kernel("sdpa_reduce", False)(inputs=inputs, **merge)[0]
+            out = reduced(out, ml, sinks, **merge)
         return out.transpose(0, 2, 1, 3)
 
     return call
