@@ -1,15 +1,15 @@
 // What qwen3-like blocks have between q, k and their rotation.
 
-//! kernel qk_norm (q, kv=q + q_shape[0] * (q_shape[1] - 2 * KV) * q_shape[2] * D, qw, kw, cs) -> (qo, kvo=qo + q_shape[0] * (q_shape[1] - 2 * KV) * q_shape[2] * D)
+//! kernel qk_norm (q, kv=q, qw, kw, cs) -> (qo, kvo=qo)
 // RMS norm of each head of q and k, then the rotation as in qmv_qkv; v, the second half of kv, as it
 // is. One simdgroup per row of D. KV: heads of k. PACKED: kv lies behind q's heads, as given and as left.
 threadgroup float row[D];
 const uint lane = thread_index_in_simdgroup;
 const int n = threadgroup_position_in_grid.x, Q = q_shape[0] * (q_shape[1] - (PACKED ? 2 * KV : 0)) * q_shape[2];
 const bool in_q = n < Q;
-const int i0 = in_q ? n : n - Q, K = q_shape[0] * KV * q_shape[2];
+const int i0 = in_q ? n : n - Q, at = PACKED ? n : i0, K = q_shape[0] * KV * q_shape[2];
 const bool in_v = !in_q && i0 >= K;
-const device T* x = (in_q ? q : kv) + (size_t)i0 * D;
+const device T* x = (in_q ? q : kv) + (size_t)at * D;
 const device T* w = in_q ? qw : kw;
 float sum = 0;
 for (int d = lane; d < D; d += 32) {
@@ -20,7 +20,7 @@ const float scale = rsqrt(simd_sum(sum) / float(D) + as_type<float>(EPS));
 for (int d = lane; d < D; d += 32) row[d] = float(x[d]) * scale * float(w[d]);
 threadgroup_barrier(mem_flags::mem_threadgroup);
 const device float* a = cs + i0 % cs_shape[0] * D;
-device T* y = (in_q ? qo : kvo) + (size_t)i0 * D;
+device T* y = (in_q ? qo : kvo) + (size_t)at * D;
 for (int d = lane; d < D; d += 32) {
   float t = row[d];
   if (d < ROT) {

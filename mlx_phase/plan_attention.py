@@ -172,28 +172,27 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_codes"
     if p.joint:
         kernel += "_joint"
-    rows, threadgroups, ahead = row_block(G * p.q_len, most), 0, False
-    if kernel.startswith("sdpa_matrix"):
-        if chip.family == "Hopper":
-            ahead = True
-            chunk, keys, simdgroups, most = next(
-                (*row[3:6], min(most, row[6]))
-                for row in _MATRIX
-                if dim <= row[0] and bits <= row[1] and group >= row[2]
-            )
+    rows, threadgroups = row_block(G * p.q_len, most), 0
+    matrix, hopper = kernel.startswith("sdpa_matrix"), chip.family == "Hopper"
+    if ahead := matrix and hopper:
+        chunk, keys, simdgroups, most = next(
+            (*row[3:6], min(most, row[6]))
+            for row in _MATRIX
+            if dim <= row[0] and bits <= row[1] and group >= row[2]
+        )
+    if matrix:
         rows = min(most, -(-G * p.q_len // 8) * 8)
-        plain = min(p.k_bits, p.v_bits) >= 16
-        if plain and p.head_dim == dim == 256 and G * p.q_len > 8:
+    if matrix and hopper:
+        coded = "_codes" in kernel
+        if not coded and p.head_dim == dim == 256 and G * p.q_len > 8:
             # Without registers for early loads, and with q in threadgroup memory. H200,
             # 16/2 heads, 32k keys, us: 16 queries 129 (187 with blocks of 8, loads
             # early), 4 39.9 (54.4), 2 28.0 (33.3); at 8k 39.8 (55.3), 19.0, 18.1.
             rows, ahead = 16, False
-    if kernel.startswith("sdpa_matrix") and chip.family == "Hopper":
-        # Registers leave room for so many simdgroups on a core of Hopper (ptxas).
-        coded = "_codes" in kernel
-        # 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8
-        # heads: 34.8 us in a sweep, 38.5 with 8 and the text before. One block: 82.8
-        # and 81.9 at 128k keys. Joint, they take 194 registers, room for 8.
+        # Registers leave room for so many simdgroups on a core (ptxas). 8 bits, several
+        # blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8 heads: 34.8 us
+        # in a sweep, 38.5 with 8 and the text before. One block: 82.8 and 81.9 at 128k
+        # keys. Joint, they take 194 registers, room for 8.
         few = G * p.q_len <= 8 or p.joint
         full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4 and few)
         full = full or rows > 8 or dim > 128

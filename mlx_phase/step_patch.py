@@ -195,7 +195,7 @@ def _difference(block: nn.Module, found: Fused, rows: int) -> float:
         # One row goes far: some models scale by the position.
         start = mx.array(FAR if rows == 1 else 9, mx.int32)
         at = Position(index, mx.array([[9 + rows], [9], [9]], mx.int32), start)
-        recent = mx.zeros((2, *shape[1:2], RECENT, shape[3]), norm.dtype)
+        recent = mx.zeros((2, shape[1], RECENT, shape[3]), norm.dtype)
         cache = JointStep([mx.concatenate(kv), recent], at)
         with counted(), attention_of_step([cache]):
             return call(x, mask, cache).astype(mx.float32)

@@ -23,8 +23,11 @@ _ATTENTION = (
     (Sdpa(32, 8, 64, 64, dtype="float16", mask="bool", sinks=True), 8, True),
     (Sdpa(8, 2, 112, 112, dtype="float32", mask="additive", lens=True), 8, False),
     (Sdpa(16, 2, 256, 256, window=64, causal=True), 8, False),
+    (Sdpa(16, 2, 256, 256, q_len=4, causal=True), 16, False),
     (Sdpa(32, 8, 128, 128, k_bits=4, v_bits=4, k_group=32, v_group=32), 8, False),
     (Sdpa(32, 8, 128, 128, lens=True, sinks=True, joint=True), 8, False),
+    (Sdpa(32, 8, 128, 128, lens=True, joint=True), 8, True),
+    (Sdpa(16, 2, 256, 256, q_len=4, causal=True, lens=True, joint=True), 16, False),
     (Sdpa(32, 8, 64, 64, dtype="float16", **_RING), 16, True),
     (Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8, lens=True, joint=True), 8, False),
     (Sdpa(8, 8, 64, 64, k_bits=16, v_bits=8, dtype="float32", mask="bool"), 8, False),
@@ -42,7 +45,10 @@ _MATMUL = (
 def _attention(problem: Sdpa, rows: int, direct: bool, narrow: bool) -> tuple:
     coded = min(problem.k_bits, problem.v_bits) < 16
     name = "sdpa_matrix" + "_codes" * coded + "_joint" * problem.joint
-    plan = SdpaPlan(name, 256, 4, 32 if coded else 16, 4, rows, True, "test")
+    # Many long rows have q in threadgroup memory, and no early loads.
+    ahead = rows * problem.head_dim < 4096
+    tile = (256, 4, 32 if coded else 16, 4, rows)
+    plan = SdpaPlan(name, *tile, True, "test", ahead=ahead)
     return sdpa_rows.arguments(problem, plan, direct, narrow)
 
 
@@ -63,7 +69,7 @@ def rows(narrow: bool = False) -> dict[str, tuple]:
     for problem, block, direct in _ATTENTION:
         made = _attention(problem, block, direct, narrow)
         form = f"{problem.dtype}-{problem.head_dim}-k{problem.k_bits}-v{problem.v_bits}"
-        found[f"{made[0]}-{form}"] = made
+        found[f"{made[0]}-{form}-R{block}"] = made
     for problem in _MATMUL:
         made = _matmul(problem, narrow)
         form = f"{problem.x_dtype}-{problem.bits}-{problem.group_size}-M{problem.M}"

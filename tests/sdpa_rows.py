@@ -30,10 +30,11 @@ PROBLEMS = (
 
 def rows(chips: tuple[str, ...]) -> list[tuple[Sdpa, SdpaPlan, bool]]:
     """(problem, plan, whether it has one chunk)."""
-    return [
+    found = [
         (p, plan_sdpa(p, lookup(chips[i % len(chips)])), i % 3 == 2)
         for i, p in enumerate(PROBLEMS)
     ]
+    return found + [(p, plan, True) for p, plan, _ in found if packs(p)]
 
 
 def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:

@@ -164,10 +164,10 @@ def arguments(q, k, v, mask, sinks, lens, numbers, coded: bool) -> list[mx.array
 
     coded: it takes (codes, scales, biases) of k and of v, where one may be plain.
     """
-    # Numbers stand in the place of what is not there: it is not read.
-    last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
     if v is None:
         return [q, *map(_behind, k), lens, *[sinks] * (sinks is not None)]
+    # Numbers stand in the place of what is not there: it is not read.
+    last = [numbers if sinks is None else sinks, numbers if lens is None else lens]
     if coded:
         k = [*map(padded, k)] if isinstance(k, (tuple, list)) else [k, q, q]
         v = [*map(padded, v)] if isinstance(v, (tuple, list)) else [v, q, q]
@@ -229,20 +229,18 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         threads = 32 * p.simdgroups * W
         width = threads * -(-_blocks(problem, spread(p, direct)) // W)
         groups = turns(problem, p, chunks) + problem.joint
-        state = [(B, H, q_len, chunks, n) for n in (DV, 2)]
-        shapes = [_out_shape(problem), (1,)] if direct else state
-        dtypes = [dtype if direct else mx.float32, mx.float32]
-        if kept:
-            # Without the state of chunks, if there is one.
-            shapes = [shapes[0], *kept, *shapes[1:] * (not direct)]
-            dtypes[1:1] = [mx.uint32, dtype, dtype] if coded else [dtype]
-            dtypes = dtypes[: len(shapes)]
+        state = (B, H, q_len, chunks)
+        out = (_out_shape(problem), dtype) if direct else ((*state, DV), mx.float32)
+        types = [mx.uint32, dtype, dtype] if coded else [dtype]
+        outs = [out, *zip(kept, types[: len(kept)], strict=True)]
+        if not (direct and kept):
+            outs.append(((1,) if direct else (*state, 2), mx.float32))
         return {
             "template": template(problem, p, direct, scale, packed),
             "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
-            "output_shapes": shapes,
-            "output_dtypes": dtypes,
+            "output_shapes": [shape for shape, _ in outs],
+            "output_dtypes": [kind for _, kind in outs],
         }
 
     def call(
@@ -255,7 +253,9 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         sinks: mx.array | None = None,
         lens: mx.array | None = None,
     ) -> mx.array | tuple[mx.array, list[mx.array]]:
-        numbers = _numbers(scale, problem.window, problem.causal)
+        numbers = None
+        if not problem.joint:
+            numbers = _numbers(scale, problem.window, problem.causal)
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         k_len = inputs[1].shape[2]
         if not k_len and not problem.joint:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
@@ -171,22 +172,17 @@ def prepare_qkv(
 
     def call(x, norm, *rest, packed: bool = False) -> list[mx.array] | mx.array:
         B, L, _ = x.shape
+        D, (Hq, Hkv) = rotary.head_dim, heads
+        shapes = [(B, Hq, L, D), (2 * B, Hkv, L, D)]
         if packed:
-            return run_packed(
-                inputs=[x, norm, *rest],
-                output_shapes=[(B, heads[0] + 2 * heads[1], L, rotary.head_dim)],
-                output_dtypes=[dtype],
-                **launch,
-            )[0]
-        return run(
+            shapes = [(B, Hq + 2 * Hkv, L, D)]
+        outs = (run_packed if packed else run)(
             inputs=[x, norm, *rest],
-            output_shapes=[
-                (B, heads[0], L, rotary.head_dim),
-                (2 * B, heads[1], L, rotary.head_dim),
-            ],
-            output_dtypes=[dtype] * 2,
+            output_shapes=shapes,
+            output_dtypes=[dtype] * len(shapes),
             **launch,
         )
+        return outs[0] if packed else outs
 
     return call
 
@@ -199,17 +195,19 @@ def prepare_qk_norm(dtype: str, rotary: Rotary, eps: float) -> Launch:
     [head_dim] and angles as there. kv may be a number: so many heads of k, and of v,
     lie behind q in one array, and one array is what the function gives.
     """
+    run, run_packed = (kernel("qk_norm", without=less) for less in ((), ("kv", "kvo")))
+    args = lru_cache(partial(qk_norm_template, dtype, rotary, eps))
 
     def call(q, kv, q_norm, k_norm, angles) -> list[mx.array] | mx.array:
         packed = isinstance(kv, int)
         given = [q] if packed else [q, kv]
         heads = kv if packed else kv.shape[1]
         rows = sum(a.size for a in given) // rotary.head_dim
-        outs = kernel("qk_norm", without=("kv", "kvo") if packed else ())(
+        outs = (run_packed if packed else run)(
             inputs=[*given, q_norm, k_norm, angles],
             output_shapes=[a.shape for a in given],
             output_dtypes=[q.dtype] * len(given),
-            template=qk_norm_template(dtype, rotary, eps, heads, packed),
+            template=args(heads, packed),
             grid=(32 * rows, 1, 1),
             threadgroup=(32, 1, 1),
         )
