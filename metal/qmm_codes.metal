@@ -35,7 +35,7 @@ for (int i = ks; i < A; i += KS) {
   if (n >= row0 && m < M) y[(size_t)m * N + n] = T(t + float(res[(size_t)m * N + n]));
 }
 
-//! kernel qmm_codes_glu (x, nw, w0, s0, b0, w1, s1, b1) -> (y)
+//! kernel qmm_codes_glu (x, nw=x, w0, s0, b0, w1, s1, b1) -> (y)
 // y = act(norm(x) W0^T) * (norm(x) W1^T); EPS: the bits of the norm's epsilon
 const int A = R * NB * 4, N = w0_shape[0], K = w0_shape[1] * 32 / bits;
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, R, SG, KS, U, ST, NORM, XS>()];

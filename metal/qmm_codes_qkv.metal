@@ -34,7 +34,7 @@ METAL_FUNC void qkv_tiles(
   }
 }
 
-//! kernel qmm_codes_qkv (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, kv=q + w0_shape[0] * (ONE ? 1 : x_shape[0] * x_shape[1]))
+//! kernel qmm_codes_qkv (x, nw=x, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, kv=q + w0_shape[0] * (ONE ? 1 : x_shape[0] * x_shape[1]))
 // As qmv_qkv. N of each matrix is a multiple of 16 R.
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, R, SG, KS, U, ST, NORM, XS>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
@@ -47,7 +47,7 @@ qkv_tiles<T, bits, group, NB, R, SG, KS, U, ST, NORM, XS, EPS, D, ROT, TRAD, fal
     in0 ? q : in1 ? kv : v, shared, M, in0 ? N0 : in1 ? N1 : N2, K, cs_shape[0], row - (in0 ? 0 : in1 ? N0 : N0 + N1),
     in1, wide, sg, thread_index_in_simdgroup);
 
-//! kernel qmm_codes_qkv_bias (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, kv=q + w0_shape[0] * (ONE ? 1 : x_shape[0] * x_shape[1]))
+//! kernel qmm_codes_qkv_bias (x, nw=x, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, kv=q + w0_shape[0] * (ONE ? 1 : x_shape[0] * x_shape[1]))
 threadgroup uint4 shared[shared_chunks<T, bits, group, NB, R, SG, KS, U, ST, NORM, XS>()];
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], K = w0_shape[1] * 32 / bits;
 const uint sg = simdgroup_index_in_threadgroup;

@@ -17,7 +17,7 @@ if (sg % KS == 0 && lane < A && n >= row0) {
   y[i] = T(t + float(res[i]));
 }
 
-//! kernel qmv_glu (x, nw, w0, s0, b0, w1, s1, b1) -> (y)
+//! kernel qmv_glu (x, nw=x, w0, s0, b0, w1, s1, b1) -> (y)
 // y = act(norm(x) W0^T) * (norm(x) W1^T); EPS: the bits of the norm's epsilon
 const int H = R / 2, N = w0_shape[0], KW = w0_shape[1], K = KW * 32 / bits;
 threadgroup Shared part[shared_size<M, R, SG, KS, NORM>()];

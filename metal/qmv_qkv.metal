@@ -32,7 +32,7 @@ METAL_FUNC void qkv_tile(
   y[((size_t)(m / L * (N / D) + n / D) * L + m % L) * D + d] = T(t);
 }
 
-//! kernel qmv_qkv (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, kv=q + M * w0_shape[0])
+//! kernel qmv_qkv (x, nw=x, w0, s0, b0, w1, s1, b1, w2, s2, b2, cs) -> (q, kv=q + M * w0_shape[0])
 // q, k, v = norm(x) W^T, q and k rotated. D: head_dim, ROT: its first dims that rotate, in pairs
 // (i, i + ROT / 2) or, TRAD, (2 i, 2 i + 1). cs fp32 [L, D]: a pair's cos and sin in its two places;
 // row m of x is at position m % L. q is [M / L, heads, L, D], kv is k and then v, each like q.
@@ -59,7 +59,7 @@ if (bits == B1 && bits == B2) {
       x, nw, w2, s2, b2, nw, cs, v, part, N2, w2_shape[1], L, (tg - t1) * TG + tile, false, sg, lane);
 }
 
-//! kernel qmv_qkv_bias (x, nw, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, kv=q + M * w0_shape[0])
+//! kernel qmv_qkv_bias (x, nw=x, w0, s0, b0, w1, s1, b1, w2, s2, b2, c0, c1, c2, cs) -> (q, kv=q + M * w0_shape[0])
 threadgroup Shared part[shared_size<M, R, SG, KS, NORM>()];
 const uint sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;
 const int N0 = w0_shape[0], N1 = w1_shape[0], N2 = w2_shape[0], TG = SG / KS, L = cs_shape[0];

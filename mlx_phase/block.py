@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
+from .block_launch import Memo
 from .block_match import Fused, match
-from .block_step import Memo, Step
+from .block_step import Step
 from .class_swap import copied, mixed, swap_back
 from .joint_kinds import KINDS
 from .plan import MAX_M

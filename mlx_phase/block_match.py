@@ -99,8 +99,7 @@ def match(block: nn.Module) -> Parts | str:
         return f"also has {', '.join(sorted(extra))}"
     if not callable(rope_of(attention)):
         return "attention whose rope is no module"
-    inside = set(mlp.children())
-    glu = next((g for g in GLU if inside == {*g, "down_proj"}), ())
+    glu = glu_names(mlp)
     if glu and (extra := _arrays(mlp)):
         return f"the MLP also has {', '.join(sorted(extra))}"
     layers = [(attention, name) for name in (*qkv, "o_proj")]
@@ -178,7 +177,7 @@ def read(block: nn.Module, parts: Parts) -> Fused | str:
     activation = None
     if parts.glu:
         like = next(block[n]["weight"] for n in parts.norms if n)
-        activation = _activation(block[parts.mlp], parts.glu, like)
+        activation = activation_of(block[parts.mlp], parts.glu, like.size, like.dtype)
         if activation is None:
             return f"its activation is none of {', '.join(ACTIVATIONS)}"
     rotary, adds = rotary_of(rope_of(attention), D), plus.pop()
@@ -199,9 +198,17 @@ def _nearest(off: dict, most: float) -> Any:
     return best if off[best] <= most else None
 
 
-def _activation(mlp: nn.Module, names: tuple[str, ...], like: mx.array) -> str | None:
-    """What an MLP does to its gate; None: nothing that is known."""
-    x = mx.random.normal((2, like.size), like.dtype, key=mx.random.key(1))
+def glu_names(mlp: nn.Module) -> tuple[str, ...]:
+    """A gated MLP's layers before its down_proj; empty where it is built otherwise."""
+    inside = set(mlp.children())
+    return next((g for g in GLU if inside == {*g, "down_proj"}), ())
+
+
+def activation_of(
+    mlp: nn.Module, names: tuple[str, ...], K: int, dtype: mx.Dtype
+) -> str | None:
+    """What an MLP does to its gate of x [..., K]; None: nothing that is known."""
+    x = mx.random.normal((2, K), dtype, key=mx.random.key(1))
     # Rows of two sizes: some models clip large values.
     x = x * mx.array([[1], [16]], x.dtype)
     with counted():

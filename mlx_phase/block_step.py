@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
-from operator import is_
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,76 +17,23 @@ import mlx.nn as nn
 from .arguments import DTYPES
 from .attention_ops import sdpa
 from .attention_step import attend
+from .block_launch import (
+    ARRAYS,
+    Matrix,
+    Memo,
+    arrays_of,
+    glu,
+    kept,
+    launch,
+    matmul_of,
+    matrices_of,
+    route_of,
+)
 from .block_match import ATTENTION, Fused, rope_of
 from .joint_step import JointStep
-from .launch.fused import (
-    planned,
-    prepare_add,
-    prepare_add_norm,
-    prepare_glu,
-    prepare_qk_norm,
-    prepare_qkv,
-)
-from .ops import apart, variant
-from .plan import supports_fused
-from .problem import Matmul
+from .launch.fused import prepare_add, prepare_add_norm, prepare_qk_norm, prepare_qkv
 from .rotary import angles
-from .routes import ROUTES, Route, keep_route
 from .step_cache import StepCache
-
-ARRAYS = ("weight", "scales", "biases", "bias")
-
-
-class Matrix(NamedTuple):
-    """A layer's arrays, or some of its rows."""
-
-    layer: nn.Module
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array | None
-    bias: mx.array | None
-
-
-class Memo(dict):
-    """What is made of a block's arrays, for as long as those are the same objects."""
-
-    def of(self, name: Any, sources: Sequence, make: Callable[[], Any]) -> Any:
-        """``make()``, evaluated, or what it gave for the same sources."""
-        known = self.get(name)
-        if known is None or not all(map(is_, known[0], sources)):
-            known = self[name] = sources, make()
-            mx.eval(known[1])
-        return known[1]
-
-
-def _route(
-    kernel: str, members: tuple[Matmul | None, ...], make: Callable, *how
-) -> Route | None:
-    """The route of a fused launch of ``members``; None if it does not take them.
-
-    how: epsilon of the norm before it, the rotary embedding after it, and more that
-    tells its launches apart.
-    """
-    if None in members:
-        return None
-    # Looked up first: steps that are not traced come here for every layer.
-    key = (kernel, members, *how)
-    if (route := ROUTES.get(key)) is None:
-        if supports_fused(kernel, members):
-            return None
-        name = variant(members[0], planned(kernel, members, *how[:2]))
-        route = keep_route(key, name, make)
-    return route if route.launch is not None else None
-
-
-def _kept(key: tuple, name: str, make: Callable) -> Route | None:
-    route = ROUTES.get(key) or keep_route(key, name, make)
-    return route if route.launch is not None else None
-
-
-def _launch(route: Route, *arrays: mx.array, **how) -> Any:
-    route.calls += 1
-    return route.launch(*arrays, **how)
 
 
 class Step:
@@ -126,32 +72,19 @@ class Step:
             weight = self.memo.of(id(norm), [weight], lambda: 1.0 + weight)
         return weight, norm.eps
 
-    def _matrices(self, owner: nn.Module, names: tuple, rows: list[int]) -> list:
-        """Matrices of so many rows: of a layer each, or all of one layer, as views."""
-        found = []
-        for name in names:
-            layer = owner[name]
-            arrays = [*map(layer.get, ARRAYS)]
-            parts = [arrays]
-            if len(names) < len(rows):
-                ends = list(pairwise([0, *accumulate(rows)]))
-                parts = self.memo.of(name, arrays, partial(_sliced, arrays, ends))
-            found += [Matrix(layer, *part) for part in parts]
-        return found
-
     def _qkv(self, x: mx.array, norm: nn.Module | None, cache: Any) -> Sequence:
         """q [B, Hq, L, D], then k and v [B, Hkv, L, D] of x, normed and rotated; or
         these two in one array [2 B, Hkv, L, D]."""
         f, (B, L, K), rope = self.found, x.shape, rope_of(self.attention)
-        matrices = self._matrices(self.attention, f.parts.qkv, f.rows)
+        matrices = matrices_of(self.memo, self.attention, f.parts.qkv, f.rows)
         bias = all(m.bias is not None for m in matrices)
-        members = tuple(_problem(m, x, bias) for m in matrices)
+        members = tuple(matmul_of(m, x, bias) for m in matrices)
         rotary = f.rotary and (replace(f.rotary, dims=0) if f.normed else f.rotary)
         weight, eps = self._scaled(norm)
         route = turn = None
         if rotary is not None and (weight is None or weight.dtype == x.dtype):
             make = partial(prepare_qkv, members, rotary, eps, bias)
-            route = _route("qmv_qkv", members, make, eps, rotary, bias)
+            route = route_of("qmv_qkv", members, make, eps, rotary, bias)
         if route and f.normed and not (turn := self._qk_norm(members[0].x_dtype)):
             route = None
         if route is None:
@@ -160,12 +93,12 @@ class Step:
         if each := len(cs) != L:
             # Sequences at positions of their own: so many positions of one sequence.
             x = x.reshape(1, B * L, K)
-        arrays = [x, x if weight is None else weight, *_arrays(*matrices)]
+        arrays = [x, *([] if weight is None else [weight]), *arrays_of(*matrices)]
         arrays += [*(m.bias for m in matrices if bias), cs]
         if B == 1 and getattr(cache, "packs", False):
-            both = _launch(route, *arrays, packed=True)
+            both = launch(route, *arrays, packed=True)
             return cache.take_packed(turn(both, f.kv_heads, cs) if turn else both)
-        q, kv = _launch(route, *arrays)
+        q, kv = launch(route, *arrays)
         if turn:
             q, kv = turn(q, kv, cs)
         if each:
@@ -182,8 +115,8 @@ class Step:
             return None
         key = ("qk_norm", dtype, f.rotary, norms[0].eps)
         make = partial(prepare_qk_norm, dtype, f.rotary, norms[0].eps)
-        route = _kept(key, f"qk_norm {dtype} D={f.head_dim}", make)
-        return route and (lambda q, kv, cs: _launch(route, q, kv, *weights, cs))
+        route = kept(key, f"qk_norm {dtype} D={f.head_dim}", make)
+        return route and (lambda q, kv, cs: launch(route, q, kv, *weights, cs))
 
     def _qkv_of_layers(self, x: mx.array, cache: Any) -> Sequence:
         f, attention, (B, L, _) = self.found, self.attention, x.shape
@@ -218,15 +151,15 @@ class Step:
         if norm is not None:
             return self._joined(layer(rows), res, norm)
         matrix = Matrix(layer, *map(layer.get, ARRAYS))
-        members = (_problem(matrix, rows, matrix.bias is not None),)
-        route = _route("qmv_add", members, partial(prepare_add, *members))
+        members = (matmul_of(matrix, rows, matrix.bias is not None),)
+        route = route_of("qmv_add", members, partial(prepare_add, *members))
         if route is None:
             return res + layer(rows)
         if matrix.bias is not None:
             res = res + matrix.bias
         # One row lies in memory as its heads do: a node less in the graph.
         x = x if rows.shape[:2] == (1, 1) else rows
-        return _launch(route, x, *_arrays(matrix), res)
+        return launch(route, x, *arrays_of(matrix), res)
 
     def _joined(self, y: mx.array, res: mx.array, norm: nn.Module | None) -> mx.array:
         if norm is None:
@@ -235,9 +168,9 @@ class Step:
         dtype, K = DTYPES.get(y.dtype), y.shape[-1]
         if dtype and y.dtype == res.dtype == weight.dtype:
             make = partial(prepare_add_norm, dtype, K, eps)
-            route = _kept(("add_norm", dtype, K, eps), f"add_norm {dtype} K={K}", make)
+            route = kept(("add_norm", dtype, K, eps), f"add_norm {dtype} K={K}", make)
             if route is not None:
-                return _launch(route, y, weight, res)
+                return launch(route, y, weight, res)
         y = norm(y)
         if y.dtype != mx.float16:
             return res + y
@@ -248,18 +181,8 @@ class Step:
 
     def _glu(self, h: mx.array, norm: nn.Module | None) -> mx.array | None:
         """act(gate) * up of the normed h; None where no launch takes it."""
-        f = self.found
-        rows = sum(self.mlp[n]["weight"].shape[0] for n in f.parts.glu) // 2
-        gate, up = self._matrices(self.mlp, f.parts.glu, [rows, rows])
-        weight, eps = self._scaled(norm)
-        if weight is not None and weight.dtype != h.dtype:
-            return None
-        members = tuple(_problem(m, h) for m in (gate, up))
-        make = partial(prepare_glu, members[0], f.activation, eps)
-        route = _route("qmv_glu", members, make, eps, None, f.activation)
-        if route is None:
-            return None
-        return _launch(route, h, h if weight is None else weight, *_arrays(gate, up))
+        f, scaled = self.found, self._scaled(norm)
+        return glu(self.memo, self.mlp, f.parts.glu, f.activation, h, *scaled)
 
 
 def _write(cache: Any, *new: mx.array) -> tuple:
@@ -269,29 +192,6 @@ def _write(cache: Any, *new: mx.array) -> tuple:
     if isinstance(cache, JointStep):
         return cache.write(*new)
     return cache.update_and_fetch(*mx.split(*new, 2))
-
-
-def _sliced(arrays: list, ends: list[tuple[int, int]]) -> list[list]:
-    return [[None if a is None else a[i:j] for a in arrays] for i, j in ends]
-
-
-def _arrays(*matrices: Matrix) -> list[mx.array]:
-    return [a for m in matrices for a in (m.weight, m.scales, m.biases)]
-
-
-def _problem(m: Matrix, x: mx.array, biased: bool = False) -> Matmul | None:
-    """What a matrix computes for x; None unless affine, of x's dtype and exact."""
-    layer = m.layer
-    arrays = [m.scales, m.biases, *([m.bias] if biased else [])]
-    if (m.bias is not None and not biased) or any(
-        a is None or a.dtype != x.dtype for a in arrays
-    ):
-        return None
-    (N, words), M = m.weight.shape, x.size // x.shape[-1]
-    K, dtype = words * 32 // layer.bits, DTYPES[x.dtype]
-    p = Matmul(M, N, K, dtype, layer.bits, layer.group_size, layer.mode)
-    # Fused kernels are exact ones: matrix units take the layer alone.
-    return None if apart((p,), layer._exact) else p
 
 
 def _angles(rope: Callable, rotary: Any, cache: Any, length: int) -> mx.array:

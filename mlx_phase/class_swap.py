@@ -13,7 +13,8 @@ def mixed(mixin: type, stock: type) -> type:
     """``stock`` with ``mixin`` in front of it, under stock's names and signature."""
     # mlx-lm finds what belongs to a model by the module of its class.
     own = {name: getattr(stock, name) for name in ("__module__", "__qualname__")}
-    call = vars(mixin).get("__call__")
+    kinds = map(vars, mixin.__mro__)
+    call = next((kind["__call__"] for kind in kinds if "__call__" in kind), None)
     if call is not None:
         # mlx-lm asks for the arguments that a model takes: each class has its own.
         parts = call.__code__, call.__globals__, None, call.__defaults__

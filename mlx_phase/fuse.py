@@ -7,11 +7,14 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from . import check as checks
 from . import ops
 from .attention_hooks import marked, stock_class
+from .block import fused
 from .executor import executor_name
+from .gated import gate_parent, judge
 from .layers import PhaseQuantizedLinear, adopted, join, part
 from .parents import adopt_parent, adopted_parent, is_pure, release_parent
 from .patch_report import Report
@@ -56,6 +59,27 @@ def fuse(
         report.shared[" + ".join(names)] += 1
     for parent in chains:
         adopt_parent(parent, list(parent.children().values()))
+
+
+def fuse_gates(report: Report, modules: list[nn.Module], check: bool) -> None:
+    """Have gate, up and the activation of traced MLPs share a launch.
+
+    Those of fused blocks do so in their blocks. The report counts them.
+    """
+    inside = {id(m) for b in modules if fused(b) for m in b.children().values()}
+    verdicts: dict[tuple, str | None] = {}
+    for mlp in modules:
+        if not adopted_parent(mlp) or id(mlp) in inside:
+            continue
+        own = {k: v for k, v in vars(mlp).items() if k[0] != "_"}
+        shapes = [(k, a.shape, a.dtype) for k, a in tree_flatten(mlp.parameters())]
+        # Activations are functions, of one module or of all.
+        key = type(mlp), repr(own), *shapes
+        if key not in verdicts:
+            verdicts[key] = judge(mlp, check)
+        if verdicts[key] is not None:
+            gate_parent(mlp, verdicts[key])
+            report.shared["gate, up and activation"] += 1
 
 
 def unfuse(modules: Iterable[nn.Module]) -> None:

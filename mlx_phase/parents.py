@@ -67,10 +67,18 @@ class _Parent:
         for route in routes:
             if route.launch is None:
                 # A kernel was switched off since: the layers know what to do.
-                self._traces.clear()
+                self._lost()
                 return self._stock.__call__(self, x)
             route.calls += 1
         return call(x)
+
+    def _compute(self, x: mx.array) -> mx.array:
+        """What a trace holds."""
+        return self._stock.__call__(self, x)
+
+    def _lost(self) -> None:
+        """A kernel of a trace does not serve any more."""
+        self._traces.clear()
 
     def __setitem__(self, key: str, value) -> None:
         # Another child or weight: what was proved of this module may not hold.
@@ -96,24 +104,20 @@ class _Parent:
             # New weights would not end the trace: a layer went back to stock, or
             # another parent has it too.
             return None
+        # Weak: a model that is dropped frees its memory at once.
         stock, me = self._stock, weakref.ref(self)
-
-        def call_stock(x: mx.array) -> mx.array:
-            # Weak: a model that is dropped frees its memory at once.
-            return stock.__call__(me(), x)
-
         # The first call binds the layers and shows who serves.
         with counted() as routes:
-            self._stock.__call__(self, x)
+            self._compute(x)
         if not routes or any(r.launch is None for r in routes):
             # Remembered, since counting is slow: from now on the layers decide.
-            self._traces[x.shape, x.dtype] = call_stock, []
+            self._traces[x.shape, x.dtype] = lambda x: stock.__call__(me(), x), []
             return None
 
         def traced(x: mx.array) -> mx.array:
             # Runs once a stream. Calls are counted in __call__, so not here.
             with counted():
-                return call_stock(x)
+                return me()._compute(x)
 
         trace = self._traces[x.shape, x.dtype] = mx.compile(traced), routes
         return trace
@@ -123,7 +127,7 @@ class _Parent:
 
 
 # What `adopt_parent` keeps beside the parameters.
-_OWN = ("_traces", "_stock", "_gate")
+_OWN = ("_traces", "_stock", "_gate", "_memo")
 
 
 def adopted_parent(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from .attention_check import probe
 from .attention_hooks import mark, marked, unmark
 from .class_swap import train_along
 from .executor import executor_name
-from .fuse import fuse, launches, unfuse
+from .fuse import fuse, fuse_gates, launches, unfuse
 from .launch.matmul import device_chip
 from .layers import (
     PLAIN,
@@ -139,8 +139,7 @@ def patch(
     q_lens = (range(1, MAX_Q_LEN + 1) if check == "all" else (1,)) if check else ()
     users = []
     if attention:
-        found = [m for _, m in modules]
-        users = attention_kernels(report, found, activations, q_lens)
+        users = attention_kernels(report, [m for _, m in modules], activations, q_lens)
     else:
         report.attention = "stock (attention=False)"
     chosen = []
@@ -169,6 +168,7 @@ def patch(
         step_patch.remove([m for _, m in modules])
         if steps and linear and attention:
             report.steps = step_patch.install(model, bool(check))
+        fuse_gates(report, [m for _, m in modules], bool(check))
     except BaseException:
         _attend(modules, [m for _, m in modules if id(m) in before])
         for m, old in was:

@@ -14,8 +14,9 @@ from mlx_lm.models.cache import KVCache
 
 from .attention_step import attention_of_step
 from .block import adopt_block, fused, release_block
+from .block_launch import TOLERANCE, Memo
 from .block_match import ATTENTION, Fused, Parts, match, read, rope_of
-from .block_step import Memo, Step
+from .block_step import Step
 from .cache_groups import grouped
 from .class_swap import train_along
 from .joint_kinds import KINDS
@@ -32,10 +33,8 @@ from .traced import (
     traced,
 )
 
-# Largest relative difference of a fused block's own part from stock's (2-norm). Stock
-# rounds to the dtype between its layers, a fused launch does not.
-TOLERANCE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 4e-2}
-# The same for a whole step: rounding grows over the layers, a wrong step is off by 1.
+# Largest relative difference of a whole step from stock's (2-norm): rounding grows
+# over the layers, a wrong step is off by 1.
 STEP_TOLERANCE = 0.25
 # Of x for a block, and tokens of a step.
 ROWS = (1, 3)

@@ -57,11 +57,12 @@ def row_name(row: tuple) -> str:
 def launched(kernel, dtype: str, values: list, narrow: bool, lean=False) -> tuple:
     """(name, inputs, outputs, body, header, template) of a launch of a block.
 
-    In bfloat16 keys and values lie behind q in one array.
+    In bfloat16 keys and values lie behind q in one array. Without a norm there is none
+    of its weights.
     """
-    without = ()
+    without = ("nw",) * (("NORM", False) in values)
     if dtype == "bfloat16":
-        without = {"qk_norm": ("kv", "kvo")}.get(kernel, ("kv",) * ("_qkv" in kernel))
+        without += {"qk_norm": ("kv", "kvo")}.get(kernel, ("kv",) * ("_qkv" in kernel))
     text, metal = source.load(kernel, narrow, lean, without), METAL_TYPES[dtype]
     types = {"cs": "float"} | {f"w{i}": "uint32_t" for i in ("", 0, 1, 2)}
     inputs = [Arg(n, types.get(n, metal), 2, 4096) for n in text.input_names]

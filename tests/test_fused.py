@@ -45,7 +45,8 @@ def test_glu(activation, dtype, M, eps):
     # Far out, where an exponential overflows.
     x, weight = cases.activations(M, K, dtype) * 3, case.vector(K, dtype, 2)
     run = fused.prepare_glu(Matmul(M, 36, K, dtype), activation, eps)
-    y = run(x, weight, *gate.args, *up.args)
+    given = [weight] * (eps is not None)
+    y = run(x, *given, *gate.args, *up.args)
     n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
 
     def product(of: type) -> np.ndarray:
@@ -66,7 +67,7 @@ def test_activations_far_out_are_finite(activation):
     ones = mx.quantize(mx.eye(4, 64), group_size=64, bits=8)
     run = fused.prepare_glu(Matmul(1, 4, 64, "float32", 8, 64), activation, None)
     x = mx.zeros((1, 64)).at[0, :4].add(1.0)
-    y = np.array(run(x, x[0], *q, *ones))[0]
+    y = np.array(run(x, *q, *ones))[0]
     np.testing.assert_allclose(y[:2], [1000, 0], rtol=1e-4, atol=1e-4)
 
 
@@ -96,7 +97,8 @@ def test_qkv(dims, traditional, dtype, B, L, mixed, bias, eps):
     )
     run = fused.prepare_qkv(members, fused.Rotary(D, dims, traditional), eps, bias)
     arrays = [a for q in qs for a in q.args]
-    given = (x, weight, *arrays, *biases, mx.array(cs.astype(np.float32)))
+    given = (x, *[weight] * (eps is not None), *arrays, *biases)
+    given += (mx.array(cs.astype(np.float32)),)
     q, kv = run(*given)
     both = run(*given, packed=True)
     assert both.shape == (B, sum(sizes) // D, L, D)

@@ -185,15 +185,16 @@ def test_glu(dtype, activation, eps):
     n = case.wide(x) if eps is None else case.norm(case.wide(x), case.wide(weight))
     g, u = n @ case.matrix(gate).T, n @ case.matrix(up).T
     want, outs = getattr(case, activation)(g) * u, {}
+    given = (*[weight] * (eps is not None), *gate.args, *up.args)
     for M, rows in ((1, 16), (9, 32), (1, 64)):
         p = tile("qmm_codes_glu", rows)
         make = fused.prepare_glu(Matmul(M, 40, K, dtype), activation, eps, p)
-        outs[M, rows] = make(x[:M], weight, *gate.args, *up.args)
+        outs[M, rows] = make(x[:M], *given)
     tolerance.assert_close(outs[9, 32], want, case.rounded(want, dtype), dtype)
     for how in READY:
         p = ready(tile("qmm_codes_glu"), *how)
         make = fused.prepare_glu(Matmul(1, 40, K, dtype), activation, eps, p)
-        outs[how] = make(x[:1], weight, *gate.args, *up.args)
+        outs[how] = make(x[:1], *given)
     for key in ((1, 16), (1, 64), *READY):
         tolerance.assert_bits(outs[key], outs[9, 32][:1])
 
@@ -220,7 +221,7 @@ def test_qkv(dims, traditional, bias, eps):
         rotary = fused.Rotary(D, dims, traditional)
         launch = fused.prepare_qkv(members, rotary, eps, bias, p)
         angles = mx.array(turn.astype(np.float32))
-        given = (rows, weight, *arrays, *biases, angles)
+        given = (rows, *[weight] * (eps is not None), *arrays, *biases, angles)
         q, kv = launch(*given)
         case.assert_behind(launch(*given, packed=True), q, kv)
         outs.append([q, *mx.split(kv, 2)])

@@ -55,6 +55,10 @@ def _norm(eps: float | None) -> list[tuple[str, object]]:
     return [("NORM", eps is not None), ("EPS", bits)]
 
 
+def _no_norm(eps: float | None) -> tuple[str, ...]:
+    return ("nw",) if eps is None else ()
+
+
 def _rotary(r: Rotary) -> list[tuple[str, object]]:
     return [("D", r.head_dim), ("ROT", r.dims), ("TRAD", r.traditional)]
 
@@ -122,19 +126,20 @@ def prepare_glu(
 ) -> Launch:
     """A function ``(x, norm, *gate, *up) -> act(n(x) @ Wg.T) * (n(x) @ Wu.T)``.
 
-    n is the RMS norm with weight ``norm`` [K] and ``eps``; None: x as it is, and any
-    array stands for the weight. gate and up are (w, scales, biases) of one shape.
+    n is the RMS norm with weight ``norm`` [K] and ``eps``; eps None: x as it is, and
+    norm is left out. gate and up are (w, scales, biases) of one shape.
     """
     p = p or planned("qmv_glu", (problem, problem), eps)
-    run, dtype = kernel(p.kernel, lean=p.lean), getattr(mx, problem.x_dtype)
+    run = kernel(p.kernel, lean=p.lean, without=_no_norm(eps))
+    dtype = getattr(mx, problem.x_dtype)
     # A simdgroup's rows are half gate, half up.
     count = tiles(replace(p, rows=p.rows // 2), problem.N)
     launch = _tile(p, count, glu_template(p, problem, activation, eps))
 
-    def call(x, norm, *weights) -> mx.array:
+    def call(*inputs) -> mx.array:
         return run(
-            inputs=[x, norm, *weights],
-            output_shapes=[(*x.shape[:-1], problem.N)],
+            inputs=list(inputs),
+            output_shapes=[(*inputs[0].shape[:-1], problem.N)],
             output_dtypes=[dtype],
             **launch,
         )[0]
@@ -163,21 +168,22 @@ def prepare_qkv(
     p = p or planned("qmv_qkv", members, eps, rotary)
     name = p.kernel + "_bias" * bias
     run, run_packed = (
-        kernel(name, lean=p.lean, without=less) for less in ((), ("kv",))
+        kernel(name, lean=p.lean, without=(*_no_norm(eps), *less))
+        for less in ((), ("kv",))
     )
     dtype = getattr(mx, members[0].x_dtype)
     heads = [m.N // rotary.head_dim for m in members[:2]]
     count = sum(tiles(p, m.N) for m in members)
     launch = _tile(p, count, qkv_template(p, members, rotary, eps))
 
-    def call(x, norm, *rest, packed: bool = False) -> list[mx.array] | mx.array:
-        B, L, _ = x.shape
+    def call(*inputs, packed: bool = False) -> list[mx.array] | mx.array:
+        B, L, _ = inputs[0].shape
         D, (Hq, Hkv) = rotary.head_dim, heads
         shapes = [(B, Hq, L, D), (2 * B, Hkv, L, D)]
         if packed:
             shapes = [(B, Hq + 2 * Hkv, L, D)]
         outs = (run_packed if packed else run)(
-            inputs=[x, norm, *rest],
+            inputs=list(inputs),
             output_shapes=shapes,
             output_dtypes=[dtype] * len(shapes),
             **launch,
