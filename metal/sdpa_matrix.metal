@@ -8,7 +8,7 @@
 // AHEAD: what a step needs is asked for a step before. Without, a lane has room for it in 128 registers.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
-          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD, bool RECENT = false>
+          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD, int MEM, bool RECENT = false>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
   // Bits of the codes, if there are any.
@@ -37,7 +37,7 @@ struct SdpaMatrix {
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
   typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2, !MASK> Soft;
-  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? 8192 - SLOTS : 3072, SINKS, DIRECT> Merge;
+  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? (DV <= 128 ? MEM / 4 : 8192) - SLOTS : 3072, SINKS, DIRECT> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
@@ -347,7 +347,7 @@ struct SdpaMatrix {
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
@@ -367,7 +367,7 @@ X::run(
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD> X;
+typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM> X;
 threadgroup float part[KP * W * R * X::Merge::P];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];

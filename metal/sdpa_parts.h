@@ -114,6 +114,7 @@ struct Parts {
       const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part,
       threadgroup float* state, const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk) {
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane);
+    const bool ALL = E == DV / 8;
     EACH(i, NB * 2) {
       threadgroup float* st = state + (at.sg * R + i / 2 * 8 + 2 * col + i % 2) * 2;
       if (row == 0) {
@@ -123,8 +124,8 @@ struct Parts {
     }
     // Rows have room for 2^more elements in the place of one, of which `held` are there.
     int more = 0, held = 0;
-    while (EVEN && more < 2 && at.G * at.q_len <= R >> (more + 1)) more++;
-    const uint rows = R >> more;
+    while (!ALL && EVEN && more < 2 && at.G * at.q_len <= R >> (more + 1)) more++;
+    const uint rows = ALL ? min(R, at.G * at.q_len) : R >> more;
     EACH(u, DV / 8 / E) {
       if (u && held == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       EACH(i, NB * E * 2) {
@@ -137,7 +138,7 @@ struct Parts {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       ROLLED for (uint x = at.sg * 32 + at.lane; x < held * rows * (W * 8 * E / F); x += KP * W * 32) {
         const uint y = x / (8 * E / F) / W, w = x / (8 * E / F) % W, lane_row = x % 8, e = x / 8 % (E / F) * F;
-        const uint r = EVEN ? y & (rows - 1) : y % R, s = EVEN ? (y * (1 << more)) / R : y / R;
+        const uint r = ALL ? y : EVEN ? y & (rows - 1) : y % R, s = ALL ? 0 : EVEN ? (y * (1 << more)) / R : y / R;
         const int all_e = (u + 1 - held + s) * E + e, n = (at.block + w) * R + r, d = (all_e / RUN * 8 + lane_row) * RUN + all_e % RUN;
         if (n >= at.G * at.q_len) continue;
         const threadgroup float* st = state + (w * KP * R + r) * 2;

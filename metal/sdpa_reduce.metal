@@ -24,7 +24,7 @@ struct Merge {
 };
 
 //! kernel sdpa_reduce (o, ml, sinks=ml) -> (out)
-const int C = DS / 4, P = 32 / C, SG = TG / 32, S = SG * P, U = 4;
+const int C = DS / 4, P = 32 / C, SG = TG / 32, S = SG * P;
 threadgroup float part[SG * (DS + 1)];
 threadgroup float tops[SG];
 const int t = thread_index_in_threadgroup, sg = simdgroup_index_in_threadgroup, lane = thread_index_in_simdgroup;

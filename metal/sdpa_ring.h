@@ -91,9 +91,8 @@ struct Ring {
   }
   template <typename Rows>
   METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {
-    // Steps with recent keys are few: the shorter text does.
     if (key + KEYS <= dense) copy_dense(from, to, key, place);
-    else if (wide && !Rows::BESIDE) copy_slot<Rows, true>(from, to, key);
+    else if (wide) copy_slot<Rows, true>(from, to, key);
     else copy_slot<Rows, false>(from, to, key);
   }
 

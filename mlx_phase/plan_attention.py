@@ -26,9 +26,11 @@ MAX_SIMDGROUPS = 8  # of a threadgroup: 256 threads, which every Apple GPU takes
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """Choices for one problem. ``rows``, ``threadgroups`` and, of plain keys, ``ahead``
-    change speed only; all others but ``reason`` change the order of additions, so they
-    depend on dims, format and chip alone, never on q_len, batch or k_len (exact rows).
+    """Choices for one problem. ``rows``, ``threadgroups``, ``threadgroup_bytes`` (what
+    a kernel may declare), ``registers`` (of a lane, at most, where a compiler can be
+    told) and, of plain keys, ``ahead`` change speed only; all others but ``reason``
+    change the order of additions, so they depend on dims, format and chip alone, never
+    on q_len, batch or k_len (exact rows).
 
     chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
     group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
@@ -48,6 +50,8 @@ class SdpaPlan:
     reason: str
     threadgroups: int = 0
     ahead: bool = True
+    threadgroup_bytes: int = 32768
+    registers: int = 255
 
 
 # Chip family, query heads per kv head from, more of the bits of K and V up to, larger
@@ -172,7 +176,7 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_codes"
     if p.joint:
         kernel += "_joint"
-    rows, threadgroups = row_block(G * p.q_len, most), 0
+    rows, threadgroups, registers = row_block(G * p.q_len, most), 0, 255
     matrix, hopper = kernel.startswith("sdpa_matrix"), chip.family == "Hopper"
     if ahead := matrix and hopper:
         chunk, keys, simdgroups, most = next(
@@ -189,19 +193,20 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
             # 16/2 heads, 32k keys, us: 16 queries 129 (187 with blocks of 8, loads
             # early), 4 39.9 (54.4), 2 28.0 (33.3); at 8k 39.8 (55.3), 19.0, 18.1.
             rows, ahead = 16, False
-        # Registers leave room for so many simdgroups on a core (ptxas). 8 bits, several
-        # blocks of rows: 12 fill it better. 32k keys, 4 queries of 32/8 heads: 34.8 us
-        # in a sweep, 38.5 with 8 and the text before. One block: 82.8 and 81.9 at 128k
-        # keys. Joint, they take 194 registers, room for 8.
-        few = G * p.q_len <= 8 or p.joint
+        # Registers leave room for so many simdgroups on a core (ptxas): modules say so
+        # to NVRTC. 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4
+        # queries of 32/8 heads: 34.8 us in a sweep, 38.5 with 8 and the text before.
+        # One block: 82.8 and 81.9 at 128k keys.
+        few = G * p.q_len <= 8
         full = coded and dim > 64 and (group < 64 or keys > 16 and bits > 4 and few)
         full = full or rows > 8 or dim > 128
         resident = 8 if full else 12 if coded or dim > 64 else 16
         threadgroups = resident * chip.gpu_cores // simdgroups
+        registers = min(255, 65536 // (32 * resident) // 8 * 8)
     reason = f"{G} x {p.q_len} query rows read a chunk of {chunk} keys once"
     chosen = SdpaPlan(
         *(kernel, chunk, lanes, keys, simdgroups, rows),
-        *(True, reason, threadgroups, ahead),
+        *(True, reason, threadgroups, ahead, chip.threadgroup_bytes, registers),
     )
     if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
         print(

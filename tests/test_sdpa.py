@@ -190,7 +190,7 @@ def test_plans_do_not_depend_on_what_changes_between_calls():
                 group = 64 if dims % 64 == 0 else 32
                 base = Sdpa(8, 2, dims, dims, k_bits=bits, k_group=group)
                 # Plain keys are added in one order, however early they are loaded.
-                any_of = dict(rows=0, threadgroups=0, reason="")
+                any_of = dict(rows=0, threadgroups=0, registers=0, reason="")
                 any_of |= {"ahead": True} if bits == 16 else {}
                 plans = {
                     replace(plan_sdpa(p, chip.lookup(device)), **any_of)

@@ -6,6 +6,7 @@ import pytest
 import ref
 import tolerance
 
+from mlx_phase.launch import attention
 from mlx_phase.launch.attention import merge
 from mlx_phase.problem import Sdpa
 
@@ -97,3 +98,24 @@ def test_empty_chunks_behind_change_no_bit():
     tolerance.assert_bits(
         merged(np.concatenate([o, more], 3), np.concatenate([ml, none], 3)), out
     )
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 8, 16, 33, 260, 300])
+def test_threads_and_early_loads_change_no_bit(chunks, monkeypatch):
+    """Few chunks take few threads, many are asked for by eight."""
+    o, ml = states((1, 3, 2, chunks, 128), seed=4)
+    planned = attention.reduce_launch
+    how = planned(Sdpa(3, 3, 128, 128, 2), 6, chunks)
+    assert how["threadgroup"][0] == (
+        64 if chunks <= 8 else 128 if chunks <= 16 else 256
+    )
+    assert dict(how["template"])["U"] == (8 if chunks > 256 else 4)
+    out = merged(o, ml)
+
+    def as_before(problem, rows, chunks):
+        how = planned(problem, rows, chunks, 256)
+        args = [(k, 4 if k == "U" else v) for k, v in how["template"]]
+        return how | {"template": args}
+
+    monkeypatch.setattr(attention, "reduce_launch", as_before)
+    tolerance.assert_bits(merged(o, ml), out)

@@ -136,6 +136,22 @@ def test_parts_are_added_in_passes(dim, rows, bits):
     case.check(matrix_plan(case, rows, 64, 4))
 
 
+@pytest.mark.parametrize("dim,bits", [(128, 16), (64, 16), (128, 8), (128, 4)])
+def test_threadgroup_memory_changes_no_bit(dim, bits):
+    """All that simdgroups found is added up at once, or in passes."""
+    case = sdpa_case.case(
+        heads=(8, 2), dims=(dim, dim), q_len=2, k_len=330, causal=True,
+        **form(bits, bits, 64),
+    )  # fmt: skip
+    caches = tuple(map(poisoned, case.caches()))
+    room = replace(plan(case), threadgroups=8)
+    want = case.check(room, caches)
+    # Less than the ring takes leaves one element of a lane at a time.
+    for taken in (16384, 8192) if bits == 16 else (30000, 28000):
+        less = replace(room, threadgroup_bytes=taken)
+        tolerance.assert_bits(case.run(less, caches), want)
+
+
 LONG = [
     ("bfloat16", dict(causal=True)),
     ("float16", dict(causal=True, window=70)),
@@ -196,6 +212,15 @@ def test_planned_tiles(row):
     for k_len, want in zip((8192, 32768, 131072), turns or (), strict=False):
         found = attention.turns(problem, chosen, -(-k_len // chunk))
         assert found == want
+
+
+def test_a_joint_cache_takes_no_more_turns():
+    """Copies of recent keys are a threadgroup more, and soon done."""
+    plain = Sdpa(32, 8, 128, 128, 4, causal=True, lens=True)
+    joint = replace(plain, joint=True)
+    chosen = [plan_sdpa(p, lookup("h200")) for p in (plain, joint)]
+    assert len({(p.threadgroups, p.registers) for p in chosen}) == 1
+    assert [attention.turns(joint, p, 33) for p in chosen] == [33, 33]
 
 
 def test_many_long_rows_have_blocks_of_16():
