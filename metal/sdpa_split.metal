@@ -1,8 +1,7 @@
-// Decode attention, vector variant: a threadgroup takes one chunk of the keys of one kv head for
-// up to W * R query rows and leaves the state of each row. L lanes share a key, so 32 / L keys of
-// a simdgroup go at once, U of them in turn before one softmax update, and KP simdgroups share the
-// chunk. Who adds what depends on L, U, KP and the chunk alone: a row has the same bits whatever
-// q_len, batch and k_len are.
+// Decode attention, vector variant: a threadgroup takes one chunk of the keys of one kv head for up to W * R query rows
+// and leaves the state of each row. L lanes share a key, so 32 / L keys of a simdgroup go at once, U of them in turn
+// before one softmax update, and KP simdgroups share the chunk. Who adds what depends on L, U, KP and the chunk alone:
+// a row has the same bits whatever q_len, batch and k_len are.
 constant constexpr float LN2 = 0.6931471805599453f;
 #define EACH(i, n) UNROLL for (int i = 0; i < (n); i++)
 
@@ -90,13 +89,18 @@ struct Sdpa {
     static METAL_FUNC int pack(const int l, const int j) { return B < 16 ? l * NP + j : j * L + l; }
     static METAL_FUNC bool has(const int p) { return NP * L == DIM / 8 || p < DIM / 8; }
 
-    // The lane's part of U keys from key on; keys after last are last again, so that nothing
-    // behind it is read.
+    // The lane's part of U keys from first + own on; keys after last are last again, so that nothing behind it is read.
+    // Few steps have recent keys: in the others no lane looks for them.
     template <bool WIDE>
-    METAL_FUNC void load(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
+    METAL_FUNC void load(const int first, const int own, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
+      if (RECENT && min(first + U * NG, last + 1) > recent.held) load_keys<WIDE, true>(first + own, last, l, w, s, b);
+      else load_keys<WIDE, false>(first + own, last, l, w, s, b);
+    }
+    template <bool WIDE, bool SOME>
+    METAL_FUNC void load_keys(const int key, const int last, const int l, thread uint* w, thread T* s, thread T* b) const {
       EACH(u, U) {
         const int i = min(key + u * NG, last);
-        const bool beside = RECENT && i >= recent.held && i < recent.stop;
+        const bool beside = SOME && i >= recent.held && i < recent.stop;
         const device Data* row = beside ? (const device Data*)RECENT_ROW(ROW, recent, recent.rows, i) : data + (size_t)i * stride;
         if (B < 16) {
           const device T* of_s = beside ? (const device T*)RECENT_ROW(SIDE, recent, recent.scales, i) : scales + (size_t)i * scale_stride;
@@ -189,9 +193,9 @@ struct Sdpa {
     EACH(c, HELD) sums[c] = 0;
     EACH(i, R * V::NP * 8) o[i] = 0;
     EACH(i, R * V::NS) vscale[i] = vbias[i] = 0;
-    if (begin < end) k.template load<WIDE>(begin + at.lane / L, last, l, kw, ks, kb);
+    if (begin < end) k.template load<WIDE>(begin, at.lane / L, last, l, kw, ks, kb);
     for (int t = begin; t < end; t += STEP) {
-      v.template load<WIDE>(t + at.lane / L, last, l, vw, vs, vb);
+      v.template load<WIDE>(t, at.lane / L, last, l, vw, vs, vb);
       if (MASK) EACH(c, HELD) extra[c] = added(mask[mask0 + (size_t)min(t + own + c * NG, last) * mask_strides.w]);
       float s[N], dot[R];
       EACH(i, N) s[i] = 0;
@@ -215,7 +219,7 @@ struct Sdpa {
         }
       }
       // The next keys are on their way while these are weighted.
-      if (t + STEP < end) k.template load<WIDE>(t + STEP + at.lane / L, last, l, kw, ks, kb);
+      if (t + STEP < end) k.template load<WIDE>(t + STEP, at.lane / L, last, l, kw, ks, kb);
       fold<N, L, 16>(s, l); fold<N, L, 8>(s, l); fold<N, L, 4>(s, l); fold<N, L, 2>(s, l); fold<N, L, 1>(s, l);
       const float before = top;
       EACH(c, HELD) {
@@ -347,8 +351,7 @@ struct Sdpa {
       const int n = row0 + at.sg % KP * 32 + at.lane;
       if (n < min(at.G * at.q_len, row0 + R)) {
         const size_t c = state_at(at, n);
-        ml[2 * c] = -INFINITY;
-        ml[2 * c + 1] = 0;
+        ml[2 * c] = -INFINITY; ml[2 * c + 1] = 0;
       }
       return;
     }
@@ -362,8 +365,7 @@ struct Sdpa {
 
 //! kernel sdpa_split (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
 typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
-threadgroup float part[KP * W * (DV + 8)];
-threadgroup float state[KP * W * R * 2];
+threadgroup float part[KP * W * (DV + 8)], state[KP * W * R * 2];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -380,8 +382,7 @@ X::run(
 
 //! kernel sdpa_split_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
 typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
-threadgroup float part[KP * W * (DV + 8)];
-threadgroup float state[KP * W * R * 2];
+threadgroup float part[KP * W * (DV + 8)], state[KP * W * R * 2];
 const Place at = place<CHUNK, W, WINDOW>(
     q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

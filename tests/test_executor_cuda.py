@@ -13,6 +13,7 @@ from mlx_phase.executor import (
     ExecutorError,
     cuda,
     cuda_check,
+    cuda_module,
     cuda_text,
     nvrtc,
     signature,
@@ -175,3 +176,12 @@ def test_agrees_with_numpy(name, executor, monkeypatch):
         if output.dtype == mx.bfloat16:
             output = output.astype(mx.float32)
         np.testing.assert_allclose(np.array(output), expected, rtol=case.rtol)
+
+
+def test_a_template_argument_limits_registers():
+    kernel = cuda_text.Kernel("k", ("x",), ("y",), "y[0] = x[0] + N;")
+    for args, said in (([("N", 3)], False), ([("N", 3), ("REGISTERS", 168)], True)):
+        variant = cuda_text.Variant((False,), signature.template_arguments(args))
+        text = cuda_module.module(kernel, variant, ["float"], ["float"])
+        assert ("__global__ void __maxnreg__(168) mlx_phase_k(" in text) == said
+        assert ("maxnreg" in text) == said

@@ -9,12 +9,9 @@ from mlx_phase.executor import (
     ExecutorError,
     cuda,
     cuda_binary,
-    cuda_module,
     cuda_store,
     nvrtc,
-    signature,
 )
-from mlx_phase.executor.cuda_text import Kernel, Variant
 
 
 @pytest.fixture(autouse=True)
@@ -189,15 +186,6 @@ def test_shapes_are_numbers_for_modules(modules):
     launch(kernel, [mx.zeros((4, 5, 6)), mx.zeros(3), mx.zeros(7)])
     assert modules[-1]["scalars"] == [1, 4, 5, 6, 7]
     assert modules[-1]["name"] != modules[0]["name"]
-
-
-def test_a_template_argument_limits_registers():
-    kernel = Kernel("k", ("x",), ("y",), "y[0] = x[0] + N;")
-    for args, said in (([("N", 3)], False), ([("N", 3), ("REGISTERS", 168)], True)):
-        variant = Variant((False,), signature.template_arguments(args))
-        text = cuda_module.module(kernel, variant, ["float"], ["float"])
-        assert ("__global__ void __maxnreg__(168) mlx_phase_k(" in text) == said
-        assert ("maxnreg" in text) == said
 
 
 def test_aliases_have_the_hash_of_what_they_stand_for():
