@@ -223,6 +223,9 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     step's recent). An array that is not contiguous is copied.
     """
     p = p or plan_sdpa(problem, device_chip())
+    # Other chips' plans run here too, as far as there is room.
+    room = min(p.threadgroup_bytes, device_chip().threadgroup_bytes)
+    p = replace(p, threadgroup_bytes=room)
     dtype = getattr(mx, problem.dtype)
     B, H, q_len, DV = problem.batch, problem.q_heads, problem.q_len, problem.v_head_dim
     coded = "_codes" in p.kernel
