@@ -105,6 +105,35 @@ def test_every_head(dim, dtype):
     assert_kept(kept, case, 5)
 
 
+def shifted(a: mx.array) -> mx.array:
+    """The same values one element behind where vectors may begin."""
+    flat = mx.concatenate([a.reshape(-1)[:1], a.reshape(-1)])
+    mx.eval(flat)
+    return flat[1:].reshape(a.shape)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
+def test_codes_lie_anywhere(bits, matrix):
+    """In vectors and one by one: steps without recent keys, with some, with all."""
+    more = dict(dims=(128, 128), heads=(4, 2), q_len=2, k_len=150, causal=True)
+    case = sdpa_case.case(**more, **form(bits, bits, 64))
+    _, want, _ = both(case, matrix)
+    plan = joint_plan(case, matrix)
+    problem = replace(case.problem, joint=True, lens=True)
+    for recent in range(0, 36, 5):
+        have, kept = joint_run(case, plan, recent)
+        tolerance.assert_bits(have, want)
+        assert_kept(kept, case, recent)
+        made, *_ = joint(problem, *case.caches(), ends(case), recent)
+        for which in range(9):
+            arrays = [shifted(a) if i == which else a for i, a in enumerate(made)]
+            if recent in (0, 15):
+                have, kept = joint_run(case, plan, recent, arrays)
+                tolerance.assert_bits(have, want)
+                assert_kept(kept, case, recent)
+
+
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
 @pytest.mark.parametrize("keys", [16, 32])
 def test_keys_lie_anywhere_in_steps_and_chunks(keys, matrix):
