@@ -286,3 +286,14 @@ def test_the_budget_stops_the_sweep_and_names_what_is_left(sweeps, capsys):
     )
     assert code == 0
     assert out.err.count("not run, time budget: affine 4-bit g64") == 4
+
+
+def test_layers_alone_of_a_model(sweeps, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = "--suite e2e --models tiny --tokens 2 --prompt-tokens 2 --repeats 3"
+    assert sweeps.main([*options.split(), "--layers-alone", "--json", str(path)]) == 0
+    rows = record.read(path)
+    assert {r["phase"] for r in rows} == {"prefill", "decode"}
+    assert all("layers alone" in r["note"] for r in rows)
+    kernels = {name.split()[0] for r in rows for name in r["served"]}
+    assert kernels == {"qmv_triple", "qmv_pair", "qmv"}
