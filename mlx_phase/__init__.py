@@ -2,7 +2,8 @@
 
 from .exact import exact_rows
 from .executor import metal_kernel, profile_kernel
-from .patch import patch, patched, unpatch
+from .patch import patch, unpatch
+from .patch_scope import patched
 
 __all__ = [
     "__version__",

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from . import check as checks
 from . import ops
 from .attention_hooks import marked, stock_class
 from .block import fused
 from .executor import executor_name
-from .gated import gate_parent, judge
+from .gated import Gated, gate_parent, judge
 from .layers import PhaseQuantizedLinear, adopted, join, part
 from .parents import adopt_parent, adopted_parent, is_pure, release_parent
 from .patch_report import Report
@@ -67,19 +66,26 @@ def fuse_gates(report: Report, modules: list[nn.Module], check: bool) -> None:
     Those of fused blocks do so in their blocks. The report counts them.
     """
     inside = {id(m) for b in modules if fused(b) for m in b.children().values()}
-    verdicts: dict[tuple, str | None] = {}
     for mlp in modules:
         if not adopted_parent(mlp) or id(mlp) in inside:
             continue
-        own = {k: v for k, v in vars(mlp).items() if k[0] != "_"}
-        shapes = [(k, a.shape, a.dtype) for k, a in tree_flatten(mlp.parameters())]
-        # Activations are functions, of one module or of all.
-        key = type(mlp), repr(own), *shapes
-        if key not in verdicts:
-            verdicts[key] = judge(mlp, check)
-        if verdicts[key] is not None:
-            gate_parent(mlp, verdicts[key])
+        # Each by itself: what an MLP computes may hang on anything that it holds.
+        if (activation := judge(mlp, check)) is not None:
+            gate_parent(mlp, activation)
             report.shared["gate, up and activation"] += 1
+
+
+def gates(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """MLPs whose gate, up and activation share a launch, and the activation."""
+    return [(m, m._gate) for m in modules if isinstance(m, Gated)]
+
+
+def gate_again(gated: list[tuple[nn.Module, str]]) -> None:
+    """Have them do so again, as far as they are still traced."""
+    for mlp, activation in gated:
+        kinds = {type(m) for m in mlp.children().values()}
+        if adopted_parent(mlp) and kinds == {PhaseQuantizedLinear}:
+            gate_parent(mlp, activation)
 
 
 def unfuse(modules: Iterable[nn.Module]) -> None:

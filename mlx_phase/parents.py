@@ -127,7 +127,7 @@ class _Parent:
 
 
 # What `adopt_parent` keeps beside the parameters.
-_OWN = ("_traces", "_stock", "_gate", "_memo")
+_OWN = ("_traces", "_stock", "_gate", "_memo", "_off")
 
 
 def adopted_parent(module: nn.Module) -> bool:

@@ -8,8 +8,6 @@ for attention, two functions of mlx and mlx_lm are hooked while a model is patch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -50,7 +48,7 @@ CHECK_ROWS = (1, 2)
 TUNE = ("cached", "off")
 
 
-def _validate(model, linear=True, check=True, tune="off", **flags) -> None:
+def validate(model, linear=True, check=True, tune="off", **flags) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}, not an mlx.nn.Module; pass the model "
@@ -103,7 +101,7 @@ def patch(
     which an earlier patch traced may run layer by layer until the next one.
     """
     flags = {"attention": attention, "exact": exact, "steps": steps}
-    _validate(model, linear, check, tune, **flags)
+    validate(model, linear, check, tune, **flags)
     modules = named(model)
     report = Report(type(model).__name__, executor_name(), device_chip().name)
     report.exact, report.checked = exact, bool(check)
@@ -152,6 +150,7 @@ def patch(
     chosen += expert_layers(report, modules, activations, linear, check)
     swapped = _swap(chosen)
     before = {id(m) for _, m in modules if marked(m)}
+    stepping = {id(m) for _, m in modules if step_patch.installed(m)}
     was = [(m, m._exact) for _, m in modules if adopted(m)]
     parents = {id(m) for _, m in modules if adopted_parent(m)}
     try:
@@ -159,7 +158,7 @@ def patch(
             set_exact(m, exact)
         if not exact:
             _note_matrix(report, [p for _, m, p in todo if adopted(m)])
-        _attend(modules, users)
+        attend(modules, users)
         problems = {id(m): p for _, m, p in todo if adopted(m)}
         fuse(report, [m for _, m in modules], problems, bool(check))
         fuse_experts(report, [m for _, m in modules], activations, bool(check))
@@ -170,16 +169,17 @@ def patch(
             report.steps = step_patch.install(model, bool(check))
         fuse_gates(report, [m for _, m in modules], bool(check))
     except BaseException:
-        _attend(modules, [m for _, m in modules if id(m) in before])
+        step_patch.remove(m for _, m in modules if id(m) not in stepping)
+        attend(modules, [m for _, m in modules if id(m) in before])
         for m, old in was:
             set_exact(m, old)
         unfuse(m for _, m in modules if adopted_parent(m) and id(m) not in parents)
-        _release(swapped)
+        release_all(swapped)
         raise
     return report
 
 
-def _attend(modules: list[tuple[str, nn.Module]], users: list[nn.Module]) -> None:
+def attend(modules: list[tuple[str, nn.Module]], users: list[nn.Module]) -> None:
     """Mark the modules that may use the attention kernels, and no others."""
     wanted = {id(m) for m in users}
     for _, m in modules:
@@ -236,12 +236,12 @@ def _swap(layers: list[nn.Module]) -> list[nn.Module]:
                 done.append(m)
     except BaseException:
         # Also on KeyboardInterrupt: never leave a model half patched.
-        _release(done)
+        release_all(done)
         raise
     return done
 
 
-def _release(layers: list[nn.Module]) -> None:
+def release_all(layers: list[nn.Module]) -> None:
     for m in layers:
         release(m)
 
@@ -252,7 +252,7 @@ def unpatch(model: nn.Module) -> Unpatched:
     On an unpatched model it changes nothing and the result says so. Raises TypeError
     if model is no mlx.nn.Module.
     """
-    _validate(model)
+    validate(model)
     layers = [m for _, m in named(model) if adopted(m)]
     kinds = Counter(STOCK[type(m)].__name__ for m in layers)
     modules = [m for _, m in named(model)]
@@ -261,40 +261,5 @@ def unpatch(model: nn.Module) -> Unpatched:
     for m in modules:
         unmark(m)
     unfuse(modules)
-    _release(layers)
+    release_all(layers)
     return Unpatched(type(model).__name__, dict(kinds), attention)
-
-
-@contextmanager
-def patched(model: nn.Module, **options) -> Iterator[Report]:
-    """`with patched(model) as report:` patches inside, also when the block raises.
-
-    Takes the options of `patch`. What was patched before is as it was before.
-    """
-    _validate(model)
-    modules = [m for _, m in named(model)]
-    before = {id(m) for m in modules if adopted(m) or adopted_parent(m)}
-    attending = {id(m) for m in modules if marked(m)}
-    stepping = {id(m) for m in modules if step_patch.installed(m)}
-    exact = [(m, m._exact) for m in modules if adopted(m)]
-    report = patch(model, **options)
-    try:
-        yield report
-    finally:
-        kept = all(adopted(m) for m, _ in exact)  # no unpatch in the block
-        again = [m for m in modules if id(m) in attending and (kept or marked(m))]
-        _attend(named(model), again)
-        for m, was in exact:
-            if adopted(m):
-                set_exact(m, was)
-        if any(was != report.exact for _, was in exact):
-            step_patch.trace_again(modules)
-        now = [m for _, m in named(model)]
-        step_patch.remove(m for m in now if id(m) not in stepping)
-        new = [m for m in now if id(m) not in before]
-        unfuse(new)
-        _release([m for m in new if adopted(m)])
-        lost = any(id(m) in stepping and not step_patch.installed(m) for m in now)
-        if lost and kept:  # options of this patch took it off
-            step_patch.install(model, report.checked)
-            step_patch.remove(m for m in now if id(m) not in stepping)

@@ -3,7 +3,7 @@
 from mlx_phase import source
 from mlx_phase.chip import lookup
 from mlx_phase.executor.signature import METAL_TYPES, Arg
-from mlx_phase.launch.attention import reduce_template, template
+from mlx_phase.launch.attention import reduce_launch, template
 from mlx_phase.plan_attention import SdpaPlan, plan_sdpa
 from mlx_phase.problem import Sdpa
 
@@ -88,12 +88,13 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
     return text.name, inputs, outputs, text.body, text.header
 
 
-def reduce_arguments(problem: Sdpa) -> tuple:
-    """The same of the kernel that merges the chunks."""
+def reduce_arguments(problem: Sdpa, chunks: int = 33) -> tuple:
+    """The same of the kernel that merges so many chunks."""
     text = source.load("sdpa_reduce", without=("sinks",) * (not problem.sinks))
     metal = METAL_TYPES[problem.dtype]
     # One head and two chunks: so few are in the constant address space.
     inputs = [Arg("o", "float", 5, 4096), Arg("ml", "float", 5, 4)]
     inputs += [Arg("sinks", metal, 1, problem.q_heads)] * problem.sinks
     outputs = [Arg("out", metal, 4, 4096)]
-    return text.name, inputs, outputs, text.body, text.header, reduce_template(problem)
+    values = reduce_launch(problem, 8, chunks)["template"]
+    return text.name, inputs, outputs, text.body, text.header, values

@@ -39,7 +39,7 @@ FLOW = (
     {"patch_report", "attention_check", "exact"},
     {"fuse", "patch_attention", "patch_experts"},
     {"patch", "presets", "byte_tokenizer", "model_size", "gguf_q4k", "speculate"},
-    {"gguf"},
+    {"gguf", "patch_scope"},
     {"gguf_llama", "gguf_tokenizer"},
     {"models"},
     {"model_config"},

@@ -74,8 +74,9 @@ def test_attention_compiles(row):
     assert f".target {arch}" in compiled(arch, *sdpa_rows.arguments(*row))
 
 
-def test_merge_of_chunks_compiles():
-    kernel = sdpa_rows.reduce_arguments(sdpa_rows.PROBLEMS[2])
+@pytest.mark.parametrize("chunks", [2, 33, 300])
+def test_merge_of_chunks_compiles(chunks):
+    kernel = sdpa_rows.reduce_arguments(sdpa_rows.PROBLEMS[2], chunks)
     assert ".target sm_80" in compiled("sm_80", *kernel)
 
 

@@ -14,12 +14,14 @@ from tune_world import entry, store
 
 import mlx_phase
 from mlx_phase import ops, routes, tune_store
+from mlx_phase.block_match import FUNCTIONS
 from mlx_phase.parents import is_pure
 from mlx_phase.problem import Matmul
 from mlx_phase.siblings import MAX_UNUSED
 
 ops_module = importlib.import_module("mlx_phase.ops")
 fuse_module = importlib.import_module("mlx_phase.fuse")
+launch_module = importlib.import_module("mlx_phase.block_launch")
 parents_module = importlib.import_module("mlx_phase.parents")
 
 
@@ -71,8 +73,21 @@ def traceable(monkeypatch):
         one = prepare(ps[0])
         return lambda x, *a: [one(x, *a[3 * i : 3 * i + 3]) for i in range(len(ps))]
 
+    def prepare_glu(p, activation, eps):
+        halves = prepare_shared((p, p))
+
+        def launch(x, *w):
+            if eps is not None:
+                norm, *w = w
+                x = mx.fast.rms_norm(x, norm, eps)
+            gate, up = halves(x, *w)
+            return FUNCTIONS[activation](gate) * up
+
+        return launch
+
     before = dict(routes.ROUTES)
     routes.ROUTES.clear()
+    monkeypatch.setattr(launch_module, "prepare_glu", prepare_glu)
     monkeypatch.setattr(ops_module, "prepare", prepare)
     monkeypatch.setattr(ops_module, "prepare_shared", prepare_shared)
     for module in (ops_module, fuse_module):

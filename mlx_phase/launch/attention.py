@@ -88,7 +88,7 @@ def reduce_template(
     """
     args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
     # Chunks that a lane asks for at once. H200, one query of 32/8 heads over 128k keys:
-    # 6.5 us with 8, 7.2 with 4; four over 32k 7.1 and 5.5.
+    # 6.5 us with 8, 7.2 with 4; four over 32k 7.1 and 5.5. Unmeasured for prompts.
     some = 8 if chunks * columns > 32 * threads else 4
     args += [("DS", columns), ("TG", threads), ("U", some)]
     return [*args, ("SINKS", problem.sinks)]
@@ -104,7 +104,8 @@ def reduce_launch(
     queries of 64/8 heads over 1k keys: 3.3 us with 64, 5.6 with 256.
     """
     strands = 128 // columns
-    threads = threads or next(t for t in (64, 128, 256) if t >= 8 * chunks or t > 128)
+    want = 32 // strands * chunks
+    threads = threads or next(t for t in (64, 128, 256) if t >= want or t > 128)
     simdgroups, share = threads // 32, 1  # simdgroups of a slice, as the kernel has it
     while share < simdgroups and share * strands < chunks:
         share *= 2
