@@ -107,11 +107,13 @@ def route_of(
 
 
 def kept(key: tuple, name: str, make: Callable) -> Route | None:
+    """The route under ``key``, made if there is none; None if its kernel is off."""
     route = ROUTES.get(key) or keep_route(key, name, make)
     return route if route.launch is not None else None
 
 
 def launch(route: Route, *arrays: mx.array, **how) -> Any:
+    """What a route's kernel gives, counted."""
     route.calls += 1
     return route.launch(*arrays, **how)
 

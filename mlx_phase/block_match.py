@@ -41,6 +41,8 @@ NORMS = (
 HEADS = ("n_heads", "num_heads", "num_attention_heads")
 KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 FUNCTIONS = {name: getattr(nn, name) for name in ACTIVATIONS}
+# Some models clip their gates, at 7 or 10.
+FAR = 64
 SCALES = ("scale", "sm_scale", "softmax_scale")
 
 
@@ -204,14 +206,18 @@ def glu_names(mlp: nn.Module) -> tuple[str, ...]:
     return next((g for g in GLU if inside == {*g, "down_proj"}), ())
 
 
+def far(layer: nn.Module, x: mx.array) -> mx.array:
+    """x times so much that a layer's outputs reach FAR."""
+    return x * (FAR / mx.abs(layer(x)).max())
+
+
 def activation_of(
     mlp: nn.Module, names: tuple[str, ...], K: int, dtype: mx.Dtype
 ) -> str | None:
     """What an MLP does to its gate of x [..., K]; None: nothing that is known."""
-    x = mx.random.normal((2, K), dtype, key=mx.random.key(1))
-    # Rows of two sizes: some models clip large values.
-    x = x * mx.array([[1], [16]], x.dtype)
+    x = mx.random.normal((1, K), dtype, key=mx.random.key(1))
     with counted():
+        x = mx.concatenate([x, far(mlp[names[0]], x)])
         parts = [mlp[name](x) for name in names]
         gate, up = parts if len(parts) == 2 else mx.split(parts[0], 2, axis=-1)
         y = mlp(x)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .block_launch import TOLERANCE, Memo, glu
-from .block_match import activation_of, glu_names
+from .block_match import activation_of, far, glu_names
 from .layers import PhaseQuantizedLinear
 from .parents import _Parent, adopt_parent, release_parent
 from .routes import counted
@@ -18,8 +18,6 @@ from .traced import ERRORS
 
 # Rows of x that are compared with stock, beside one that goes far.
 ROWS = (1, 3)
-# How far gates go there: some models clip theirs at 7 or 10.
-FAR = 64
 # What else is set in a module than what it computes with.
 _STATE = ("_training", "_no_grad", "__class__")
 
@@ -85,8 +83,7 @@ def judge(mlp: nn.Module, check: bool) -> str | None:
             activation = activation_of(mlp, names, K, dtype)
             if activation is None:
                 return None
-            far = xs[0] * (FAR / mx.abs(gate(xs[0])).max())
-            rows = [far, *xs[: 1 + check]]
+            rows = [far(gate, xs[0]), *xs[: 1 + check]]
             alike = [_agrees(mlp, names, activation, x) for x in rows]
     except ERRORS:
         return None

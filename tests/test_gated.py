@@ -134,6 +134,18 @@ def test_other_activations_keep_their_code(glu, kind, dtype):
     assert mx.allclose(mlp(x), right, rtol=1e-2, atol=1e-2).item()
 
 
+def test_blocks_whose_mlp_clips_keep_it():
+    """Their norms keep x small when they are compared, and so their gates."""
+    m = model()
+    for block in m.layers:
+        for layer in (block.mlp.gate_proj, block.mlp.up_proj):
+            layer.scales, layer.biases = layer.scales / 8, layer.biases / 8
+        block.mlp.__class__ = Clipped
+    report = mlx_phase.patch(m, check=False)
+    assert not report.steps.blocks
+    assert all("its activation is none of" in why for why in report.steps.unfused)
+
+
 def silu(gate, up):
     return nn.silu(gate) * up
 
