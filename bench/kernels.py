@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeats", type=int, default=8, help="timed blocks of each side")
     p.add_argument("--launches", type=int, default=8, help="launches per GPU block")
     p.add_argument("--chain", default="8,40", help="chain lengths of the wall times")
-    p.add_argument("--budget", type=float, default=160, help="seconds of kernel cases")
+    p.add_argument(
+        "--budget", type=float, default=160, help="start no kernel case after SECONDS"
+    )
     p.add_argument("--models", default="llama-8b,llama-1b", help="of --suite e2e")
     p.add_argument("--tokens", type=int, default=128, help="of --suite e2e")
     p.add_argument("--prompt-tokens", type=int, default=64, help="of --suite e2e")
@@ -225,10 +227,8 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
     """Stock and patched generation of every model, interleaved."""
     if args.tokens < 2 or args.prompt_tokens < 1:
         raise BenchError("--tokens must be at least 2 and --prompt-tokens at least 1")
-    repeats, how, note = effort(args).repeats, patched, {}
-    if args.layers_alone:
-        how = partial(patched, steps=False, attention=False)
-        note = {"note": "linear layers alone: patch(steps=False, attention=False)"}
+    alone = {"steps": False, "attention": False} if args.layers_alone else {}
+    repeats, how = effort(args).repeats, partial(patched, **alone)
     for spec in args.models.split(","):
         with err.status(escape(f"loading {spec}")):
             loaded = load(spec)
@@ -243,7 +243,7 @@ def e2e_rows(args: argparse.Namespace, env: Environment, err: Console) -> Rows:
         with err.status(escape(f"{loaded.name}: stock and patched")):
             events = gpu_time.cuda_events if env.executor == "cuda" else None
             result = endtoend.measure(loaded.model, job, how, events=events)
-        found = [row | note for row in endtoend.rows(result, env)]
+        found = endtoend.rows(result, env, "linear layers alone" * bool(alone))
         table.show(Console(), result, found, env, loaded.source)
         yield found
         del loaded, result

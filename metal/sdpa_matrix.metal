@@ -36,6 +36,7 @@ struct SdpaMatrix {
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
+  // MEM is for heads of up to 128: longer ones were not timed with it.
   typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2, !MASK> Soft;
   typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? (DV <= 128 ? MEM / 4 : 8192) - SLOTS : 3072, SINKS, DIRECT> Merge;
 

@@ -73,9 +73,9 @@ def judge(mlp: nn.Module, check: bool) -> str | None:
     names, layers = glu_names(mlp), mlp.children().values()
     if not names or any(type(m) is not PhaseQuantizedLinear for m in layers):
         return None
-    if mlp[names[0]].mode != "affine":
-        return None  # no launch takes it
     gate = mlp[names[0]]
+    if gate.mode != "affine":
+        return None  # no launch takes it
     K, dtype = gate["weight"].shape[1] * 32 // gate.bits, gate["scales"].dtype
     xs = [mx.random.normal((n, K), dtype, key=mx.random.key(n)) for n in ROWS]
     try:

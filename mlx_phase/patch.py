@@ -20,7 +20,7 @@ from .attention_check import probe
 from .attention_hooks import mark, marked, unmark
 from .class_swap import train_along
 from .executor import executor_name
-from .fuse import fuse, fuse_gates, launches, unfuse
+from .fuse import fuse, fuse_gates, gate_again, gates, launches, unfuse
 from .launch.matmul import device_chip
 from .layers import (
     PLAIN,
@@ -49,6 +49,7 @@ TUNE = ("cached", "off")
 
 
 def validate(model, linear=True, check=True, tune="off", **flags) -> None:
+    """TypeError unless model is a module, ValueError for an unknown option."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}, not an mlx.nn.Module; pass the model "
@@ -153,6 +154,7 @@ def patch(
     stepping = {id(m) for _, m in modules if step_patch.installed(m)}
     was = [(m, m._exact) for _, m in modules if adopted(m)]
     parents = {id(m) for _, m in modules if adopted_parent(m)}
+    launching = gates(m for _, m in modules)
     try:
         for m, _ in was:
             set_exact(m, exact)
@@ -175,6 +177,7 @@ def patch(
             set_exact(m, old)
         unfuse(m for _, m in modules if adopted_parent(m) and id(m) not in parents)
         release_all(swapped)
+        gate_again(launching)
         raise
     return report
 
@@ -242,6 +245,7 @@ def _swap(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 def release_all(layers: list[nn.Module]) -> None:
+    """Give drop-ins their stock classes back."""
     for m in layers:
         release(m)
 

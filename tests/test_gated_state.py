@@ -15,6 +15,7 @@ from test_parents import traceable  # noqa: F401
 import mlx_phase
 from mlx_phase import gated, ops, step_patch
 
+fuse_module = importlib.import_module("mlx_phase.fuse")
 pytestmark = pytest.mark.usefixtures("glu")
 
 
@@ -110,11 +111,28 @@ def test_a_patch_that_is_cut_off_leaves_no_steps(monkeypatch):
     m.layers[1].mlp = mlp_of("one matrix")  # of another structure than its block's
     m.layers[1].extra = nn.Linear(2, 2)
     right = m(TOKENS)
-    monkeypatch.setattr(importlib.import_module("mlx_phase.fuse"), "judge", cut)
+    monkeypatch.setattr(fuse_module, "judge", cut)
     with pytest.raises(KeyboardInterrupt):
         mlx_phase.patch(m, check=False)
     assert not any(step_patch.installed(x) for _, x in m.named_modules())
     assert mx.abs(m(TOKENS) - right).max().item() < 1e-6
+
+
+def test_a_patch_that_is_cut_off_leaves_launches(monkeypatch):
+    m = model()
+    mlx_phase.patch(m, **ALONE)
+    real, seen = fuse_module.judge, []
+
+    def cut(*args):
+        seen.append(args)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(fuse_module, "judge", cut)
+    with pytest.raises(KeyboardInterrupt):
+        mlx_phase.patch(m, **ALONE)
+    assert all(isinstance(block.mlp, gated.Gated) for block in m.layers)
 
 
 def test_old_weights_are_let_go():

@@ -3,9 +3,13 @@
 import codes_rows
 import matrix_rows
 import pytest
+import sdpa_rows
 import tensor_cores
 
+from mlx_phase.chip import lookup
 from mlx_phase.executor import strict
+from mlx_phase.plan_attention import plan_sdpa
+from mlx_phase.problem import Sdpa
 
 ROWS = matrix_rows.rows() | codes_rows.rows()
 NARROW = matrix_rows.rows(narrow=True) | codes_rows.rows(narrow=True)
@@ -28,6 +32,30 @@ def test_kernel_is_strict(name):
 @pytest.mark.parametrize("name", list(NARROW)[::3])
 def test_text_without_vector_loads_is_strict(name):
     strict.assert_clean(*NARROW[name], exact_rows="small" not in name)
+
+
+FOUR = dict(k_bits=4, v_bits=4)
+EIGHT = dict(k_bits=8, v_bits=8)
+JOINT = dict(lens=True, joint=True)
+
+
+@pytest.mark.parametrize(
+    "problem, registers",
+    [
+        (Sdpa(32, 8, 128, 128, **JOINT), 168),
+        (Sdpa(64, 8, 64, 64, **JOINT), 128),
+        (Sdpa(32, 8, 128, 128, **FOUR, **JOINT), 168),
+        (Sdpa(32, 8, 128, 128, 4, causal=True, **EIGHT, **JOINT), 168),
+    ],
+    ids=str,
+)
+def test_attention_as_planned_for_hopper(problem, registers):
+    """All threadgroup memory there is, and as many registers as the plan counts on."""
+    plan = plan_sdpa(problem, lookup("h200"))
+    assert plan.threadgroup_bytes == 49152 and plan.registers == registers
+    row = sdpa_rows.arguments(problem, plan, False)
+    kind = "f16" if "_codes" in plan.kernel else "bf16"
+    assert f".maxnreg {registers}" in tensor_cores.compiled(row, "sm_90a", kind)
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -211,12 +211,15 @@ def measure(
     )
 
 
-def rows(result: Result, env: Environment) -> list[dict[str, Any]]:
-    """The prefill row and the decode row of a result."""
-    return [_row(result, env, phase) for phase in ("prefill", "decode")]
+def rows(result: Result, env: Environment, note: str = "") -> list[dict[str, Any]]:
+    """The prefill row and the decode row of a result; note: to stand in both."""
+    notes = [note] if note else []
+    return [_row(result, env, phase, notes) for phase in ("prefill", "decode")]
 
 
-def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
+def _row(
+    result: Result, env: Environment, phase: str, notes: list[str]
+) -> dict[str, Any]:
     job, decode = result.job, phase == "decode"
 
     def seconds(run: Run) -> float:
@@ -273,7 +276,7 @@ def _row(result: Result, env: Environment, phase: str) -> dict[str, Any]:
         values["bytes_per_token"] = moved
         values["gbps"] = gbs(moved, step)
         values["frac_peak"] = mbu(moved, step, env.chip)
-    notes = [result.refused] if result.refused else []
+    notes = [*notes, result.refused] if result.refused else [*notes]
     if decode and result.patched.launches and result.patched.gpu_us is None:
         notes.append("launches counted in MLX's graph")
     if env.executor == "cpu":

@@ -88,7 +88,8 @@ def reduce_template(
     """
     args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
     # Chunks that a lane asks for at once. H200, one query of 32/8 heads over 128k keys:
-    # 6.5 us with 8, 7.2 with 4; four over 32k 7.1 and 5.5. Unmeasured for prompts.
+    # 6.5 us with 8, where loads did not wait for maxima, and in other runs 7.2 to 7.5
+    # with 4. Unmeasured for prompts.
     some = 8 if chunks * columns > 32 * threads else 4
     args += [("DS", columns), ("TG", threads), ("U", some)]
     return [*args, ("SINKS", problem.sinks)]
