@@ -107,8 +107,8 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
 }
 
 //! kernel sdpa_matrix_joint (q, kv, recent, fresh=q + q_shape[0] * (q_shape[1] - 2 * kv_shape[1]) * q_shape[2] * D, lens, sinks=lens) -> (out, kept, ml=nullptr)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, true> X;
-threadgroup float part[KP * W * R * X::Merge::P];
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, FOLD, true> X;
+threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW;
@@ -135,8 +135,8 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
 }
 
 //! kernel sdpa_matrix_codes_joint (q, kv, kv_s, kv_b, recent, recent_s, recent_b, fresh, fresh_s, fresh_b, lens, sinks=lens) -> (out, kept, kept_s, kept_b, ml=nullptr)
-typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, true> X;
-threadgroup float part[KP * W * R * X::Merge::P];
+typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, FOLD, true> X;
+threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;

@@ -8,7 +8,7 @@
 // AHEAD: what a step needs is asked for a step before. Without, a lane has room for it in 128 registers.
 
 template <typename T, int D, int DV, int KBITS, int KG, int VBITS, int VG, int R, int KP, int W,
-          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD, int MEM, bool RECENT = false>
+          int CHUNK, int MANY, int MASK, bool SINKS, bool DIRECT, bool AHEAD, int MEM, int FOLD, bool RECENT = false>
 struct SdpaMatrix {
   static constexpr constant int KB = KBITS < 16 ? KBITS : 8 * sizeof(T), VB = VBITS < 16 ? VBITS : 8 * sizeof(T);
   // Bits of the codes, if there are any.
@@ -36,9 +36,10 @@ struct SdpaMatrix {
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
+  typedef Runs<CHUNK, FOLD> Chunks;
   // MEM is for heads of up to 128: longer ones were not timed with it.
   typedef Weights<NB, UK, VBITS < 16 && sizeof(T) == 2, !MASK> Soft;
-  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? (DV <= 128 ? MEM / 4 : 8192) - SLOTS : 3072, SINKS, DIRECT> Merge;
+  typedef Parts<DV, R, KP, W, V::RUN, RING ? DV / 16 : V::U, AHEAD || SHARED ? (DV <= 128 ? MEM / 4 : 8192) - SLOTS : 3072, SINKS, DIRECT, FOLD> Merge;
 
   // The first key of a simdgroup in a chunk, of which it takes 16 UK every STEP. A window leaves out whole
   // steps, so that steps begin at the same keys for every row.
@@ -47,13 +48,13 @@ struct SdpaMatrix {
     return c0 + (at.window ? max(0, at.len - at.q_len - at.window + 1 - c0) / STEP * STEP : 0) + at.sg % KP * 16 * UK;
   }
 
-  // The first chunk from `chunk` on that has keys for a row; those before are marked as empty.
+  // The first chunk from `chunk` on that has keys for a row; runs of those before are marked as empty.
   static METAL_FUNC int skip(const thread Place& at, int chunk, const int stride, const int row0, device float* ml) {
-    for (; !DIRECT && chunk < at.chunks; chunk += stride) {
+    for (; !DIRECT && chunk < at.chunks; chunk = Chunks::after(chunk, stride)) {
       if (first_key(at, chunk) - at.sg % KP * 16 * UK < min(at.len, (chunk + 1) * CHUNK)) break;
       const int n = row0 + at.sg % KP * 32 + at.lane;
-      if (n < min(at.G * at.q_len, row0 + R)) {
-        const size_t c = state_at(at, n) - at.chunk + chunk;
+      if (n < min(at.G * at.q_len, row0 + R) && Chunks::ends(chunk, at.chunks * CHUNK)) {
+        const size_t c = Merge::state_of(at, n, chunk);
         ml[2 * c] = -INFINITY;
         ml[2 * c + 1] = 0;
       }
@@ -66,7 +67,7 @@ struct SdpaMatrix {
   static METAL_FUNC void copy_keys(
       const thread Steps& steps, const thread K& k, threadgroup uint* slot, thread Ahead& a, const thread Place& at, const int stride) {
     while (a.key >= a.stop && a.chunk * CHUNK < at.len) {
-      a.chunk += stride;
+      a.chunk = Chunks::after(a.chunk, stride);
       a.key = first_key(at, a.chunk);
       a.stop = min(at.len, (a.chunk + 1) * CHUNK);
     }
@@ -79,7 +80,7 @@ struct SdpaMatrix {
     COPIES_END();
   }
 
-  // The chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
+  // The runs of FOLD chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
   // it, top (times log2(e)) and sum: [NB][2]. top: what sums are relative to.
   template <typename Mask, typename S, typename O>
   static METAL_FUNC void run(
@@ -90,10 +91,10 @@ struct SdpaMatrix {
     const uint one = one_bits(at.q_len);
     // Minus the middle code of even and of odd elements of V.
     const float MIDDLE = 1 << (VC - 1), mid = -MIDDLE * unit<VT>(), odd = mid / unscale<VC>(1);
-    const PAIR(VT) first = pair_of<VT>(mid, mid), second = pair_of<VT>(odd, odd);
+    const PAIR(VT) evens = pair_of<VT>(mid, mid), odds = pair_of<VT>(odd, odd);
     uint kw[2 * UK * K::N * K::NW], vw[4 * UK * V::N * V::NW + 1], ks[4 * UK * K::NS], vs[4 * UK * V::NS];
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
-    int chunk = skip(at, at.chunk, stride, row0, ml);
+    int chunk = skip(at, at.chunk * FOLD, stride, row0, ml);
     const int here = first_key(at, chunk);
     const Steps steps = {at.len, at.lane, wide, wide && k.dense() && v.dense() && at.len < 1 << 22 ? k.whole(at.len) : 0,
                          Steps::template place<K>(at.lane), Steps::template place<V>(at.lane)};
@@ -192,9 +193,9 @@ struct SdpaMatrix {
       if (K::CODED && !huge) scales[i] /= unit<KT>();
       by[i] = MASK ? 1.0f : scales[i];
     }
-    for (bool again = false; chunk * CHUNK < at.len || (DIRECT && !again); chunk += stride, again = true) {
+    for (bool again = false, first = true; chunk * CHUNK < at.len || (DIRECT && !again); chunk = Chunks::after(chunk, stride), again = true) {
       const int end = min(at.len, (chunk + 1) * CHUNK), begin = first_key(at, chunk);
-      const int next = (chunk + stride) * CHUNK < at.len ? first_key(at, chunk + stride) : at.len;
+      const int then = Chunks::after(chunk, stride), next = then * CHUNK < at.len ? first_key(at, then) : at.len;
       float o[NB * DV / 4], top[NB * 2], sum[NB * 2], bias[NB * V::NG * 2], middle[NB * V::NG * 4];
       EACH(i, NB * 2) top[i] = LOWEST;
       EACH(i, NB * 2) sum[i] = 0;
@@ -310,7 +311,7 @@ struct SdpaMatrix {
                 // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
                 thread float* b = bias + (n * V::NG + g) * 2;
                 EACH(i, 4) b[i % 2] = fma(x[i], fma(w[i / 2].x, MIDDLE, w[i / 2].y), b[i % 2]);
-                mma16<VT>(middle + (n * V::NG + g) * 4, first, second, first, second, to[0], to[1]);
+                mma16<VT>(middle + (n * V::NG + g) * 4, evens, odds, evens, odds, to[0], to[1]);
               }
             }
           }
@@ -341,15 +342,19 @@ struct SdpaMatrix {
       }
       EACH(i, NB * 2) sum[i] = rows_sum(sum[i]);
       if (again) threadgroup_barrier(mem_flags::mem_threadgroup);
-      Merge::store(o, top, sum, part, state, sinks, out, ml, at, chunk);
+      const bool last = Chunks::ends(chunk, at.len);
+      Merge::store(o, top, sum, part, state, sinks, out, ml, at, chunk, first, last);
+      first = last;
     }
+    // The rest of a run that was begun is no run of its own.
+    if (chunk % FOLD) chunk = (chunk / FOLD + stride) * FOLD;
     skip(at, chunk, stride, row0, ml);
   }
 };
 
 //! kernel sdpa_matrix (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM> X;
-threadgroup float part[KP * W * R * X::Merge::P];
+typedef SdpaMatrix<T, D, DV, 16, 64, 16, 64, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, FOLD> X;
+threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];
@@ -368,8 +373,8 @@ X::run(
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
-typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM> X;
-threadgroup float part[KP * W * R * X::Merge::P];
+typedef SdpaMatrix<T, D, DV, KB, KG, VB, VG, R, KP, W, CHUNK, U / 16, MASK, SINKS, DIRECT, AHEAD, MEM, FOLD> X;
+threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];

@@ -89,30 +89,52 @@ struct Weights {
   }
 };
 
-// RUN: elements of o that follow each other in a lane, U: how many may go at once, WORDS: of threadgroup memory.
-template <int DV, int R, int KP, int W, int RUN, int U, int WORDS, bool SINKS, bool DIRECT>
+// Chunks of CHUNK keys in runs of FOLD, of which a threadgroup takes each stride-th: the one after another, and whether
+// it is the last of its run or has the last of so many keys.
+template <int CHUNK, int FOLD>
+struct Runs {
+  static METAL_FUNC int after(const int chunk, const int stride) {
+    return (chunk + 1) % FOLD ? chunk + 1 : chunk + 1 + (stride - 1) * FOLD;
+  }
+  static METAL_FUNC bool ends(const int chunk, const int keys) {
+    return (chunk + 1) % FOLD == 0 || (chunk + 1) * CHUNK >= keys;
+  }
+};
+
+// RUN: elements of o that follow each other in a lane, U: how many may go at once, WORDS: of threadgroup memory. FOLD:
+// chunks of a run, whose states a threadgroup adds up in the order in which sdpa_reduce would.
+template <int DV, int R, int KP, int W, int RUN, int U, int WORDS, bool SINKS, bool DIRECT, int FOLD>
 struct Parts {
   static constexpr constant int NB = R / 8;
   static constexpr constant bool EVEN = (R & (R - 1)) == 0;
+  // Up to four of E elements, of which a run and a share hold whole numbers.
+  static METAL_FUNC constexpr int together(const int e) { return e % 4 == 0 && RUN % 4 == 0 ? 4 : e % 2 == 0 && RUN % 2 == 0 ? 2 : 1; }
+  // Of a run: what is there of F elements of a row, with max and sum. One thread has them, whatever the chunk.
+  static METAL_FUNC constexpr int held_words(const int f) { return FOLD > 1 ? W * R * (DV / f) * (f + 2) : 0; }
   // Elements of a lane whose parts are added up at once: as many as threadgroup memory holds.
   static METAL_FUNC constexpr int share() {
     int e = DV / 8;
-    for (int i = U; KP * W * R * (8 * e + 6) > WORDS && i > 0; i /= 2) e = i;
+    for (int i = U; KP * W * R * (8 * e + 6) + held_words(together(e)) > WORDS && i > 0; i /= 2) e = i;
     return e;
   }
   // The padding is against bank conflicts.
-  static constexpr constant int E = share(), P = 8 * E + 4;
-  // Up to four, of which a run and a share hold whole numbers.
-  static constexpr constant int F = E % 4 == 0 && RUN % 4 == 0 ? 4 : E % 2 == 0 && RUN % 2 == 0 ? 2 : 1;
+  static constexpr constant int E = share(), P = 8 * E + 4, F = together(E);
+  static constexpr constant int HELD = KP * W * R * P, WORDS_USED = HELD + held_words(F);
   // Elements e of a lane, F of which are read at once, are in different banks.
   static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
+  // Where the state of row n of the kv head lies.
+  static METAL_FUNC size_t state_of(const thread Place& at, const int n, const int chunk) {
+    const size_t row = (size_t)(at.b * at.Hq + at.head) * at.q_len + n;
+    return row * ((at.chunks + FOLD - 1) / FOLD) + chunk / FOLD;
+  }
 
-  // Adds up the simdgroups of each row block in order, and stores a row's state or, if the chunk holds all keys, its
-  // output. E elements of a lane and a row at a time, of fewer rows a multiple of it.
+  // Adds up the simdgroups of each row block in order, and what the run has before, if the chunk is not its first; stores
+  // a row's state if it is the last or, if the chunk holds all keys, its output. E elements of a lane and a row at a
+  // time, of fewer rows a multiple of it.
   template <typename S, typename O>
   static METAL_FUNC void store(
-      const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part,
-      threadgroup float* state, const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk) {
+      const thread float* o, const thread float* top, const thread float* sum, threadgroup float* part, threadgroup float* state,
+      const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk, const bool first, const bool last) {
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane);
     const bool ALL = E == DV / 8;
     EACH(i, NB * 2) {
@@ -151,12 +173,28 @@ struct Parts {
           all = fma(st[k * R * 2 + 1], f, all);
           EACH(i, F) t[i] = fma(from[k * R * P + bank(e + i) * 8], f, t[i]);
         }
+        if (FOLD > 1) {
+          threadgroup float* run = part + HELD + (w * R + r) * (DV / F) + 8 * (all_e / F) + lane_row;
+          const int STEP = W * R * (DV / F);
+          if (!first) {
+            const float before = run[0], both = max(before, high), old = weight(before, both), f = weight(high, both);
+            high = both;
+            all = fma(all, f, run[STEP] * old);
+            EACH(i, F) t[i] = fma(t[i], f, run[(2 + i) * STEP] * old);
+          }
+          if (!last) {
+            run[0] = high;
+            run[STEP] = all;
+            EACH(i, F) run[(2 + i) * STEP] = t[i];
+            continue;
+          }
+        }
         const int h = at.head + n / at.q_len, i = n % at.q_len;
         if (DIRECT) {
           const float2 f = settle<SINKS>(high, all, SINKS ? float(sinks[h]) : 0);
           EACH(j, F) out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d + j] = O(t[j] * f.x * f.y);
         } else {
-          const size_t c = state_at(at, n) - at.chunk + chunk;
+          const size_t c = state_of(at, n, chunk);
           if (high > LOWEST) {  // nobody reads the o of no keys
             EACH(j, F) out[c * DV + d + j] = t[j];
           }

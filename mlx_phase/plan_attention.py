@@ -35,9 +35,11 @@ class SdpaPlan:
     chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
     group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
     of a threadgroup, how many share the keys of the chunk. rows: query rows that a
-    simdgroup holds. threadgroups: that fill the chip, more chunks than that are taken
-    in turns (0: one each). ahead: a simdgroup of matrix units asks for its keys and
-    values a step before, which takes registers, and codes a ring in threadgroup memory.
+    simdgroup holds. fold: chunks in a run, whose keys each simdgroup adds up before
+    simdgroups are merged. threadgroups: that fill the chip, more runs than that are
+    taken in turns (0: one each). ahead: a simdgroup of matrix units asks for its keys
+    and values a step before, which takes registers, and codes a ring in threadgroup
+    memory.
     """
 
     kernel: str
@@ -52,6 +54,7 @@ class SdpaPlan:
     ahead: bool = True
     threadgroup_bytes: int = 32768
     registers: int = 255
+    fold: int = 1
 
 
 # Chip family, query heads per kv head from, more of the bits of K and V up to, larger
@@ -77,21 +80,27 @@ _TILES = (
 )
 
 # Matrix units of Hopper: larger of the head dims up to, more of the bits of K and V up
-# to, smaller of the groups from -> chunk, keys, simdgroups, most rows. 32 keys are two
-# tiles. Codes of long heads have a ring of threadgroup memory for each simdgroup: 8
-# bits leave room for two. H200, bf16, 32/8 heads of 128, one query, 2026-11-30, us of
-# both launches at 1k / 8k / 32k / 128k keys (bench/results/h200-attention-sweep.txt):
-# plain 9.5 / 15.1 / 39.5 / 137.9 (an earlier text with chunk 512: 13.2 / 16.3 / 39.5 /
-# 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5 / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 82.8
-# (chunk 512: 12.5 / 14.1 / 25.6 / 78.2; 4 simdgroups, one tile: 9.4 / 12.8 / 27.1 /
-# 82.4); 4 bits 9.6 / 11.0 / 18.7 / 51.8 (2 simdgroups: 11.6 / 12.4 / 17.7 / 50.6; these
-# and chunk 256: 9.3 / 11.1 / 18.4 / 54.2; chunk 256: 8.5 / 10.7 / 20.3 / 56.4).
+# to, smaller of the groups from -> chunk, keys, simdgroups, most rows, fold. 32 keys
+# are two tiles. Codes of long heads have a ring of threadgroup memory for each
+# simdgroup: 8 bits leave room for two. H200, bf16, 32/8 heads of 128, one query,
+# 2026-11-30, us of both launches at 1k / 8k / 32k / 128k keys
+# (bench/results/h200-attention-sweep.txt): plain 9.5 / 15.1 / 39.5 / 137.9 (an earlier
+# text with chunk 512: 13.2 / 16.3 / 39.5 / 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5
+# / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 82.8 (chunk 512: 12.5 / 14.1 / 25.6 / 78.2; 4
+# simdgroups, one tile: 9.4 / 12.8 / 27.1 / 82.4); 4 bits 9.6 / 11.0 / 18.7 / 51.8 (2
+# simdgroups: 11.6 / 12.4 / 17.7 / 50.6; these and chunk 256: 9.3 / 11.1 / 18.4 / 54.2;
+# chunk 256: 8.5 / 10.7 / 20.3 / 56.4). Runs of 1 / 4 / 8 chunks, in one run, plain at
+# 32k 40.0 / 38.9 / 48.6, at 128k 136.9 / 130.8 / 128.3, four queries 159.5 / 149.3 /
+# 145.8; 8 bits of 1 / 4 at 128k 80.8 / 77.4; 4 bits of 1 / 2 52.3 / 52.0, four queries
+# 92.9 / 100.6.
 _MATRIX = (
-    (64, 4, 64, 512, 32, 4, 16),
-    (64, 8, 64, 256, 32, 4, 16),
-    (128, 4, 64, 512, 32, 4, 8),
-    (128, 8, 64, 256, 32, 2, 8),
-    (256, 16, 0, 256, 16, 4, 16),
+    (64, 4, 64, 512, 32, 4, 16, 1),
+    (64, 8, 64, 256, 32, 4, 16, 1),
+    (128, 4, 64, 512, 32, 4, 8, 1),
+    (128, 8, 64, 256, 32, 2, 8, 4),
+    (128, 8, 0, 256, 16, 4, 16, 1),
+    (128, 16, 0, 256, 16, 4, 16, 4),
+    (256, 16, 0, 256, 16, 4, 16, 1),
 )
 
 
@@ -176,11 +185,12 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         kernel += "_codes"
     if p.joint:
         kernel += "_joint"
-    rows, threadgroups, registers = row_block(G * p.q_len, most), 0, 255
+    rows, threadgroups, registers, fold = row_block(G * p.q_len, most), 0, 255, 1
     matrix, hopper = kernel.startswith("sdpa_matrix"), chip.family == "Hopper"
+    memory = chip.threadgroup_bytes
     if ahead := matrix and hopper:
-        chunk, keys, simdgroups, most = next(
-            (*row[3:6], min(most, row[6]))
+        chunk, keys, simdgroups, most, fold = next(
+            (*row[3:6], min(most, row[6]), row[7])
             for row in _MATRIX
             if dim <= row[0] and bits <= row[1] and group >= row[2]
         )
@@ -202,11 +212,12 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
         full = full or rows > 8 or dim > 128
         resident = 8 if full else 12 if coded or dim > 64 else 16
         threadgroups = resident * chip.gpu_cores // simdgroups
+        memory = min(memory, 227 * 1024 * simdgroups // resident - 1024)
         registers = min(255, 65536 // (32 * resident) // 8 * 8)
     reason = f"{G} x {p.q_len} query rows read a chunk of {chunk} keys once"
     chosen = SdpaPlan(
         *(kernel, chunk, lanes, keys, simdgroups, rows),
-        *(True, reason, threadgroups, ahead, chip.threadgroup_bytes, registers),
+        *(True, reason, threadgroups, ahead, memory, registers, fold),
     )
     if os.environ.get("MLX_PHASE_PRINT_PLANS", "0") not in ("", "0"):
         print(

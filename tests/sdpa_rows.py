@@ -3,7 +3,8 @@
 from mlx_phase import source
 from mlx_phase.chip import lookup
 from mlx_phase.executor.signature import METAL_TYPES, Arg
-from mlx_phase.launch.attention import reduce_launch, template
+from mlx_phase.launch.attention import template
+from mlx_phase.launch.attention_reduce import reduce_launch
 from mlx_phase.plan_attention import SdpaPlan, plan_sdpa
 from mlx_phase.problem import Sdpa
 
@@ -25,6 +26,7 @@ PROBLEMS = (
     Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
     Sdpa(8, 2, 64, 64, q_len=2, causal=True, lens=True, dtype="float32", joint=True),
     Sdpa(32, 8, 96, 96, k_bits=8, v_bits=8, **GROUPS_OF_32, lens=True, joint=True),
+    Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8, lens=True, joint=True),
 )
 
 
@@ -46,7 +48,8 @@ def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:
 
 def arguments(problem: Sdpa, p: SdpaPlan, direct: bool, narrow: bool = False) -> tuple:
     """(name, inputs, outputs, body, header, template) as the launcher passes them."""
-    values = template(problem, p, direct, packed=direct and packs(problem))
+    fold = 1 if direct else p.fold
+    values = template(problem, p, direct, packed=direct and packs(problem), fold=fold)
     return *arguments_of(p.kernel, problem, direct, narrow), values
 
 
@@ -88,13 +91,13 @@ def arguments_of(kernel: str, problem: Sdpa, direct: bool, narrow: bool) -> tupl
     return text.name, inputs, outputs, text.body, text.header
 
 
-def reduce_arguments(problem: Sdpa, chunks: int = 33) -> tuple:
-    """The same of the kernel that merges so many chunks."""
+def reduce_arguments(problem: Sdpa, chunks: int = 33, fold: int = 1) -> tuple:
+    """The same of the kernel that merges so many chunks, in runs of ``fold``."""
     text = source.load("sdpa_reduce", without=("sinks",) * (not problem.sinks))
     metal = METAL_TYPES[problem.dtype]
     # One head and two chunks: so few are in the constant address space.
     inputs = [Arg("o", "float", 5, 4096), Arg("ml", "float", 5, 4)]
     inputs += [Arg("sinks", metal, 1, problem.q_heads)] * problem.sinks
     outputs = [Arg("out", metal, 4, 4096)]
-    values = reduce_launch(problem, 8, chunks)["template"]
+    values = reduce_launch(problem, 8, chunks, fold=fold)["template"]
     return text.name, inputs, outputs, text.body, text.header, values

@@ -23,7 +23,7 @@ ROWS = rows(tuple(DECODE))
 ARCHES = [list(CHIPS.values())[i % 2] for i in range(len(ROWS))]
 # Few: each takes seconds.
 ATTENTION = sdpa_rows.rows(tuple(CHIPS))
-ATTENTION = [*ATTENTION[:-2][1::3], *ATTENTION[-2:]]
+ATTENTION = [*ATTENTION[:-3][1::3], *ATTENTION[-3:]]
 
 
 PAIRS = list(zip(ROWS, ARCHES, strict=True))
@@ -74,9 +74,9 @@ def test_attention_compiles(row):
     assert f".target {arch}" in compiled(arch, *sdpa_rows.arguments(*row))
 
 
-@pytest.mark.parametrize("chunks", [2, 33, 300])
-def test_merge_of_chunks_compiles(chunks):
-    kernel = sdpa_rows.reduce_arguments(sdpa_rows.PROBLEMS[2], chunks)
+@pytest.mark.parametrize("chunks,fold", [(2, 1), (33, 4), (300, 1)])
+def test_merge_of_chunks_compiles(chunks, fold):
+    kernel = sdpa_rows.reduce_arguments(sdpa_rows.PROBLEMS[2], chunks, fold)
     assert ".target sm_80" in compiled("sm_80", *kernel)
 
 

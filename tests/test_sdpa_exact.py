@@ -9,7 +9,7 @@ import tolerance
 from sdpa_case import CODES, case, small_plan
 
 from mlx_phase.chip import lookup
-from mlx_phase.launch import attention
+from mlx_phase.launch import attention, attention_reduce
 
 # Mostly float32: there a difference in the last bit of a sum is seen.
 FORMS = {
@@ -137,9 +137,12 @@ def test_hidden_keys_are_not_read():
 def test_the_kernels_run(monkeypatch):
     """One launch where a chunk holds all keys, a second one to merge several."""
     names, real = [], attention.kernel
-    monkeypatch.setattr(
-        attention, "kernel", lambda name, *more: names.append(name) or real(name, *more)
-    )
+    for module in (attention, attention_reduce):
+        monkeypatch.setattr(
+            module,
+            "kernel",
+            lambda name, *more: names.append(name) or real(name, *more),
+        )
     base = case(k_len=46)
     base.check(small_plan(base.problem))
     assert names == ["sdpa_split"]

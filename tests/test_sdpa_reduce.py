@@ -6,8 +6,8 @@ import pytest
 import ref
 import tolerance
 
-from mlx_phase.launch import attention
-from mlx_phase.launch.attention import merge
+from mlx_phase.launch import attention_reduce
+from mlx_phase.launch.attention_reduce import merge
 from mlx_phase.problem import Sdpa
 
 
@@ -104,7 +104,7 @@ def test_empty_chunks_behind_change_no_bit():
 def test_threads_and_early_loads_change_no_bit(chunks, monkeypatch):
     """Few chunks take few threads, many are asked for by eight."""
     o, ml = states((1, 3, 2, chunks, 128), seed=4)
-    planned = attention.reduce_launch
+    planned = attention_reduce.reduce_launch
     how = planned(Sdpa(3, 3, 128, 128, 2), 6, chunks)
     assert how["threadgroup"][0] == (
         64 if chunks <= 8 else 128 if chunks <= 16 else 256
@@ -112,10 +112,10 @@ def test_threads_and_early_loads_change_no_bit(chunks, monkeypatch):
     assert dict(how["template"])["U"] == (8 if chunks > 256 else 4)
     out = merged(o, ml)
 
-    def as_before(problem, rows, chunks):
-        how = planned(problem, rows, chunks, 256)
+    def as_before(problem, rows, chunks, fold):
+        how = planned(problem, rows, chunks, 256, fold=fold)
         args = [(k, 4 if k == "U" else v) for k, v in how["template"]]
         return how | {"template": args}
 
-    monkeypatch.setattr(attention, "reduce_launch", as_before)
+    monkeypatch.setattr(attention_reduce, "reduce_launch", as_before)
     tolerance.assert_bits(merged(o, ml), out)

@@ -186,14 +186,14 @@ def test_few_rows_are_added_in_fewer_passes(q_len):
     case.check(matrix_plan(case, 8, 64, 4))
 
 
-# Bits of K and V, head_dim, group -> chunk, keys, threadgroups of a kv head that were
-# fastest at 8k, 32k and 128k keys in bench/results/h200-attention-sweep.txt, if there.
+# Bits of K and V, head_dim, group -> chunk, keys, chunks of a run and threadgroups of a
+# kv head at 8k, 32k and 128k keys (bench/results/h200-attention-sweep.txt), if there.
 PLANNED = [
-    (16, 16, 128, 64, 256, 16, (32, 43, 47)),
-    (16, 16, 64, 64, 256, 16, (32, 64, 64)),
-    (16, 16, 256, 64, 256, 16, (32, 128, 128)),
-    (8, 8, 128, 64, 256, 32, (32, 64, 64)),
-    (4, 4, 128, 64, 512, 32, (16, 32, 43)),
+    (16, 16, 128, 64, 256, 16, ((1, 32), (4, 32), (4, 43))),
+    (16, 16, 64, 64, 256, 16, ((1, 32), (1, 64), (4, 64))),
+    (16, 16, 256, 64, 256, 16, ((1, 32), (1, 128), (1, 128))),
+    (8, 8, 128, 64, 256, 32, ((1, 32), (1, 64), (4, 64))),
+    (4, 4, 128, 64, 512, 32, ((1, 16), (1, 32), (1, 43))),
     (8, 4, 128, 64, 256, 32, None),
     (16, 4, 128, 64, 256, 16, None),
     (4, 4, 256, 64, 256, 16, None),
@@ -203,15 +203,16 @@ PLANNED = [
 
 @pytest.mark.parametrize("row", PLANNED, ids=str)
 def test_planned_tiles(row):
-    k_bits, v_bits, dim, group, chunk, keys, turns = row
+    k_bits, v_bits, dim, group, chunk, keys, wanted = row
     heads = (16, 2) if dim == 256 else (32, 8)
     problem = Sdpa(*heads, dim, dim, **form(k_bits, v_bits, group))
     chosen = plan_sdpa(problem, lookup("h200"))
     assert chosen.kernel.startswith("sdpa_matrix")
     assert (chosen.chunk, chosen.keys) == (chunk, keys)
-    for k_len, want in zip((8192, 32768, 131072), turns or (), strict=False):
-        found = attention.turns(problem, chosen, -(-k_len // chunk))
-        assert found == want
+    for k_len, want in zip((8192, 32768, 131072), wanted or (), strict=False):
+        fold = attention.fold_of(problem, chosen, k_len // chunk)
+        turns = attention.turns(problem, chosen, k_len // chunk // fold, fold)
+        assert (fold, turns) == want
 
 
 def test_a_joint_cache_takes_no_more_turns():

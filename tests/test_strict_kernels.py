@@ -58,9 +58,10 @@ def test_attention_without_vector_loads_is_strict(row):
 
 
 @pytest.mark.parametrize("problem", sdpa_rows.PROBLEMS[:3], ids=lambda p: p.dtype)
-@pytest.mark.parametrize("chunks", [2, 9, 33, 300])
-def test_merge_of_chunks_is_strict(problem, chunks):
-    strict.assert_clean(*sdpa_rows.reduce_arguments(problem, chunks), exact_rows=True)
+@pytest.mark.parametrize("chunks,fold", [(2, 1), (9, 4), (33, 1), (300, 1), (300, 4)])
+def test_merge_of_chunks_is_strict(problem, chunks, fold):
+    kernel = sdpa_rows.reduce_arguments(problem, chunks, fold)
+    strict.assert_clean(*kernel, exact_rows=True)
 
 
 def test_rows_reach_every_kernel_and_choice():

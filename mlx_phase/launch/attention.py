@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..plan_attention import MAX_SIMDGROUPS, SdpaPlan, plan_sdpa
 from ..problem import Sdpa
+from .attention_reduce import by_head, merge, out_shape
 from .matmul import device_chip, kernel
 
 # A cache: a plain view, or (codes, scales, biases) as mlx-lm's QuantizedKVCache has it.
@@ -21,9 +22,15 @@ MASKS = {"none": 0, "bool": 1, "additive": 2}
 
 
 def template(
-    problem: Sdpa, p: SdpaPlan, direct: bool, scale: float = 1.0, packed: bool = False
+    problem: Sdpa,
+    p: SdpaPlan,
+    direct: bool,
+    scale: float = 1.0,
+    packed: bool = False,
+    fold: int = 1,
 ) -> list[tuple[str, object]]:
-    """Template arguments of the kernel that ``p`` names; direct: there is one chunk.
+    """Template arguments of the kernel that ``p`` names; direct: there is one chunk;
+    fold: chunks of a run that a threadgroup takes.
 
     Joint kernels have the scale and what all rows see among them, and those of plain
     caches whether q has the fresh keys behind it.
@@ -31,7 +38,7 @@ def template(
     p = spread(p, direct)
     args = form(problem, "_codes" in p.kernel)
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
-    args += [("W", row_blocks(problem, p, direct)), ("CHUNK", p.chunk)]
+    args += [("W", row_blocks(problem, p, direct, fold)), ("CHUNK", p.chunk)]
     args += [("WINDOW", problem.window > 0)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     args += [("LENS", problem.lens), ("DIRECT", direct)]
@@ -42,7 +49,7 @@ def template(
     if not p.kernel.startswith("sdpa_matrix"):
         return args
     args += [("AHEAD", p.ahead), ("MEM", p.threadgroup_bytes)]
-    return args + [("REGISTERS", p.registers)]
+    return args + [("FOLD", fold), ("REGISTERS", p.registers)]
 
 
 def _blocks(problem: Sdpa, p: SdpaPlan) -> int:
@@ -59,96 +66,38 @@ def spread(p: SdpaPlan, direct: bool) -> SdpaPlan:
     return replace(p, rows=8, ahead=True) if small else p
 
 
-def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
+def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False, fold: int = 1) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
-    # Codes that come ahead have a ring in threadgroup memory for each simdgroup, and
-    # many long rows their queries.
-    coded = "_codes" in p.kernel
-    full = coded if p.ahead else not coded and p.rows * problem.head_dim >= 4096
-    if p.kernel.startswith("sdpa_matrix") and (direct or full):
+    # What comes ahead is each block's own: H200, 16 queries of 32/8 heads over 1k, 8k,
+    # 32k, 128k keys in 11.7, 42, 131, 490 us, 14.5, 47, 149, 560 with two blocks. Many
+    # long rows have their queries in threadgroup memory, runs what they have so far.
+    long = "_codes" not in p.kernel and p.rows * problem.head_dim >= 4096
+    if p.kernel.startswith("sdpa_matrix") and (direct or p.ahead or long or fold > 1):
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
 
-def turns(problem: Sdpa, p: SdpaPlan, chunks: int) -> int:
-    """Threadgroups for the chunks of a kv head, so that each takes as many."""
+# Threadgroup memory that a ring of codes, what runs hold and a merge in one pass need:
+# 8 bits, four queries over 128k keys take 119 us with 36 KiB of it and no runs 113.
+RING_AND_RUNS = 44 * 1024
+
+
+def fold_of(problem: Sdpa, p: SdpaPlan, chunks: int) -> int:
+    """Chunks of a run that a threadgroup takes: all, where that fills half the chip."""
+    fits = "_codes" not in p.kernel or p.threadgroup_bytes >= RING_AND_RUNS
+    runs = -(-chunks // p.fold) * _blocks(problem, p)
+    runs *= problem.batch * problem.kv_heads
+    return p.fold if fits and 2 * runs >= p.threadgroups else 1
+
+
+def turns(problem: Sdpa, p: SdpaPlan, runs: int, fold: int = 1) -> int:
+    """Threadgroups for the runs of a kv head, so that each takes as many."""
     if not p.threadgroups:
-        return chunks
-    W = row_blocks(problem, p)
+        return runs
+    W = row_blocks(problem, p, fold=fold)
     each = -(-_blocks(problem, p) // W) * W * problem.batch * problem.kv_heads
     most = max(1, p.threadgroups // each)
-    return -(-chunks // -(-chunks // most))
-
-
-def reduce_template(
-    problem: Sdpa, threads: int = 256, columns: int = 32, chunks: int = 1
-) -> list[tuple[str, object]]:
-    """Template arguments of ``sdpa_reduce``: ``threads`` of a threadgroup and the
-    elements of a row, 4 to a lane, that 4 to 32 lanes of a simdgroup share.
-    """
-    args = [("T", getattr(mx, problem.dtype)), ("DV", problem.v_head_dim)]
-    # Chunks that a lane asks for at once. H200, one query of 32/8 heads over 128k keys:
-    # 6.5 us with 8, where loads did not wait for maxima, and in other runs 7.2 to 7.5
-    # with 4. Unmeasured for prompts.
-    some = 8 if chunks * columns > 32 * threads else 4
-    args += [("DS", columns), ("TG", threads), ("U", some)]
-    return [*args, ("SINKS", problem.sinks)]
-
-
-@lru_cache(maxsize=4096)
-def reduce_launch(
-    problem: Sdpa, rows: int, chunks: int, threads: int = 0, columns: int = 32
-) -> dict[str, object]:
-    """Template and grid of ``sdpa_reduce`` for ``rows`` [B, Hq, q_len] of chunks.
-
-    threads: 64 to 256, as many as there are chunks for; the bits are the same. H200, 16
-    queries of 64/8 heads over 1k keys: 3.3 us with 64, 5.6 with 256.
-    """
-    strands = 128 // columns
-    want = 32 // strands * chunks
-    threads = threads or next(t for t in (64, 128, 256) if t >= want or t > 128)
-    simdgroups, share = threads // 32, 1  # simdgroups of a slice, as the kernel has it
-    while share < simdgroups and share * strands < chunks:
-        share *= 2
-    slices = -(-problem.v_head_dim // (columns * simdgroups // share))
-    return {
-        "template": reduce_template(problem, threads, columns, chunks),
-        "grid": (threads * slices, rows, 1),
-        "threadgroup": (threads, 1, 1),
-    }
-
-
-def _out_shape(p: Sdpa) -> tuple[int, ...]:
-    # [B, q_len, Hq, Dv] in memory is what a model reshapes next, without a copy.
-    if p.q_len == 1:
-        return (p.batch, p.q_heads, 1, p.v_head_dim)
-    return (p.batch, p.q_len, p.q_heads, p.v_head_dim)
-
-
-def _by_head(out: mx.array, q_len: int) -> mx.array:
-    return out if q_len == 1 else out.transpose(0, 2, 1, 3)
-
-
-def merge(
-    problem: Sdpa, o: mx.array, ml: mx.array, sinks: mx.array | None = None
-) -> mx.array:
-    """Output [B, Hq, q_len, Dv] from the states of chunks, in a fixed order.
-
-    o: fp32 [B, Hq, q_len, chunks, Dv]; ml: fp32 [B, Hq, q_len, chunks, 2], the max in
-    natural log units and the sum; the o of a chunk whose max is -inf is not read.
-    """
-    rows = problem.batch * problem.q_heads * problem.q_len
-    how = reduce_launch(problem, rows, o.shape[3])
-    shape, dtype = _out_shape(problem), getattr(mx, problem.dtype)
-    out = reduced(o, ml, sinks, output_shapes=[shape], output_dtypes=[dtype], **how)
-    return _by_head(out, problem.q_len)
-
-
-def reduced(o: mx.array, ml: mx.array, sinks: mx.array | None, **how) -> mx.array:
-    """The launch that merges states of chunks."""
-    inputs = [o, ml] if sinks is None else [o, ml, sinks]
-    without = ("sinks",) * (sinks is None)
-    return kernel("sdpa_reduce", False, False, without)(inputs=inputs, **how)[0]
+    return -(-runs // -(-runs // most))
 
 
 # Inputs under 8 elements are `constant` in MSL, and kernels read others; only tiny
@@ -235,25 +184,28 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     @lru_cache(maxsize=4096)
     def launch(
         chunks: int, scale: float, packed: bool, *kept: tuple[int, ...]
-    ) -> dict[str, object]:
+    ) -> tuple[dict[str, object], int]:
         direct = chunks == 1
-        W = row_blocks(problem, p, direct)
+        fold = 1 if direct else fold_of(problem, p, chunks)
+        W = row_blocks(problem, p, direct, fold)
         threads = 32 * p.simdgroups * W
         width = threads * -(-_blocks(problem, spread(p, direct)) // W)
-        groups = turns(problem, p, chunks) + problem.joint
-        state = (B, H, q_len, chunks)
-        out = (_out_shape(problem), dtype) if direct else ((*state, DV), mx.float32)
+        runs = -(-chunks // fold)
+        groups = turns(problem, p, runs, fold) + problem.joint
+        state = (B, H, q_len, runs)
+        out = (out_shape(problem), dtype) if direct else ((*state, DV), mx.float32)
         types = [mx.uint32, dtype, dtype] if coded else [dtype]
         outs = [out, *zip(kept, types[: len(kept)], strict=True)]
         if not (direct and kept):
             outs.append(((1,) if direct else (*state, 2), mx.float32))
-        return {
-            "template": template(problem, p, direct, scale, packed),
+        how = {
+            "template": template(problem, p, direct, scale, packed, fold),
             "grid": (width, groups, B * problem.kv_heads),
             "threadgroup": (threads, 1, 1),
             "output_shapes": [shape for shape, _ in outs],
             "output_dtypes": [kind for _, kind in outs],
         }
+        return how, p.fold // fold
 
     def call(
         q: mx.array,
@@ -271,7 +223,7 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
         inputs = arguments(q, k, v, mask, sinks, lens, numbers, coded)
         k_len = inputs[1].shape[2]
         if not k_len and not problem.joint:
-            return _by_head(mx.zeros(_out_shape(problem), dtype), q_len)
+            return by_head(mx.zeros(out_shape(problem), dtype), q_len)
         chunks = max(1, -(-k_len // p.chunk))
         recent, without, packed = (), (), False
         if problem.joint:
@@ -284,11 +236,14 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
             without = tuple(name for name, yes in absent.items() if yes)
         # Others have it in an array.
         scale = float(scale) if problem.joint else 1.0
-        how = launch(chunks, scale, packed, *[a.shape for a in recent])
+        how, fold = launch(chunks, scale, packed, *[a.shape for a in recent])
         run = kernel(p.kernel, problem.joint, False, without)
         out, *more = run(inputs=inputs, **how)
         kept, ml = more[: len(recent)], more[-1]
-        o = _by_head(out, q_len) if chunks == 1 else merge(problem, out, ml, sinks)
+        if chunks == 1:
+            o = by_head(out, q_len)
+        else:
+            o = merge(problem, out, ml, sinks, fold)
         return (o, kept) if recent else o
 
     return call

@@ -9,7 +9,8 @@ import mlx.core as mx
 
 from ..plan_prefill_attention import PrefillPlan, chunks_of, plan_prefill
 from ..problem import Sdpa
-from .attention import MASKS, Cache, arguments, form, reduce_launch, reduced
+from .attention import MASKS, Cache, arguments, form
+from .attention_reduce import reduce_launch, reduced
 from .matmul import device_chip, kernel
 
 MERGE = 128  # threads that merge the few chunks of a row
