@@ -40,19 +40,19 @@ JOINT = dict(lens=True, joint=True)
 
 
 @pytest.mark.parametrize(
-    "problem, registers",
+    "problem, registers, room",
     [
-        (Sdpa(32, 8, 128, 128, **JOINT), 168),
-        (Sdpa(64, 8, 64, 64, **JOINT), 128),
-        (Sdpa(32, 8, 128, 128, **FOUR, **JOINT), 168),
-        (Sdpa(32, 8, 128, 128, 4, causal=True, **EIGHT, **JOINT), 168),
+        (Sdpa(32, 8, 128, 128, **JOINT), 168, 48),
+        (Sdpa(64, 8, 64, 64, **JOINT), 128, 48),
+        (Sdpa(32, 8, 128, 128, **FOUR, **JOINT), 168, 48),
+        (Sdpa(32, 8, 128, 128, 4, causal=True, **EIGHT, **JOINT), 168, 36),
     ],
     ids=str,
 )
-def test_attention_as_planned_for_hopper(problem, registers):
-    """All threadgroup memory there is, and as many registers as the plan counts on."""
+def test_attention_as_planned_for_hopper(problem, registers, room):
+    """As much threadgroup memory and as many registers as the plan counts on."""
     plan = plan_sdpa(problem, lookup("h200"))
-    assert plan.threadgroup_bytes == 49152 and plan.registers == registers
+    assert (plan.threadgroup_bytes // 1024, plan.registers) == (room, registers)
     row = sdpa_rows.arguments(problem, plan, False)
     kind = "f16" if "_codes" in plan.kernel else "bf16"
     assert f".maxnreg {registers}" in tensor_cores.compiled(row, "sm_90a", kind)
