@@ -337,7 +337,8 @@ struct SdpaMatrix {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);
         EACH(i, NB * DV / 4) {
           const int n = i / (DV / 4), g = i % (DV / 4) * 4 / VG;
-          o[i] = fma(o[i] + middle[(n * V::NG + g) * 4 + i % 4], unscale<VC>(i / 2 % 2) / unit<VT>(), bias[(n * V::NG + g) * 2 + i % 2]);
+          const float by_unit = unscale<VC>(i / 2 % 2) / unit<VT>();
+          o[i] = fma(o[i], by_unit, fma(middle[(n * V::NG + g) * 4 + i % 4], by_unit, bias[(n * V::NG + g) * 2 + i % 2]));
         }
       }
       EACH(i, NB * 2) sum[i] = rows_sum(sum[i]);

@@ -89,6 +89,17 @@ struct Weights {
   }
 };
 
+// Stores next to each other: their address is found once.
+#ifdef MSL_TENSOR_CORES
+typedef uint Slot;
+METAL_FUNC Slot slot_at(threadgroup float* p) { return msl_place(p); }
+METAL_FUNC void put(const Slot at, const int i, const float v) { msl_put(at + 4 * i, v); }
+#else
+typedef threadgroup float* Slot;
+METAL_FUNC Slot slot_at(threadgroup float* p) { return p; }
+METAL_FUNC void put(const Slot at, const int i, const float v) { at[i] = v; }
+#endif
+
 // Chunks of CHUNK keys in runs of FOLD, of which a threadgroup takes each stride-th: the one after another, and whether
 // it is the last of its run or has the last of so many keys.
 template <int CHUNK, int FOLD>
@@ -137,6 +148,7 @@ struct Parts {
       const S sinks, device O* out, device float* ml, const thread Place& at, const int chunk, const bool first, const bool last) {
     const int row = TILE_ROW(at.lane), col = TILE_COL(at.lane);
     const bool ALL = E == DV / 8;
+    const Slot own = slot_at(part + (at.sg * R + 2 * col) * P + row);
     EACH(i, NB * 2) {
       threadgroup float* st = state + (at.sg * R + i / 2 * 8 + 2 * col + i % 2) * 2;
       if (row == 0) {
@@ -152,8 +164,7 @@ struct Parts {
       if (u && held == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
       EACH(i, NB * E * 2) {
         const int n = i / (E * 2), j = i % (E * 2), r = n * 8 + 2 * col + i % 2;
-        if (r < int(rows))
-          part[(at.sg * R + held * rows + r) * P + bank(j / 4 * 2 + j / 2 % 2) * 8 + row] = o[n * (DV / 4) + u * E * 2 + j];
+        if (r < int(rows)) put(own, (held * int(rows) + n * 8 + i % 2) * P + bank(j / 4 * 2 + j / 2 % 2) * 8, o[n * (DV / 4) + u * E * 2 + j]);
       }
       held++;
       if (held < 1 << more && u + 1 < DV / 8 / E) continue;
@@ -196,7 +207,8 @@ struct Parts {
         } else {
           const size_t c = state_of(at, n, chunk);
           if (high > LOWEST) {  // nobody reads the o of no keys
-            EACH(j, F) out[c * DV + d + j] = t[j];
+            if (F == 4) *(device float4*)(out + c * DV + d) = float4(t[0], t[1 % F], t[2 % F], t[3 % F]);
+            else EACH(j, F) out[c * DV + d + j] = t[j];
           }
           if (d == 0) {
             ml[2 * c] = high > LOWEST ? high : -INFINITY;

@@ -126,6 +126,15 @@ MSL_FN uint msl_high_halves(uint a, uint b) { return ::__byte_perm(a, b, 0x7632)
 // Four of their eight bytes, the lowest digit of `which` first.
 MSL_FN uint msl_bytes(uint a, uint b, uint which) { return ::__byte_perm(a, b, which); }
 
+// Threadgroup memory by its address in a register: of a pointer the compiler finds it anew for each store, from the rank
+// of the threadgroup on.
+MSL_FN uint msl_place(const void* p) {
+  uint r;
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"((uint)::__cvta_generic_to_shared(p)));
+  return r;
+}
+MSL_FN void msl_put(uint place, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(v) : "memory"); }
+
 // Copies to threadgroup memory that go on in the background, 4, 8 or 16 aligned bytes: commit ends a batch of
 // them, wait<n> waits for all but the last n batches of this thread.
 template <int BYTES> MSL_FN void msl_copy(void* to, const void* from) {
