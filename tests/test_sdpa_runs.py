@@ -15,6 +15,8 @@ from test_sdpa_reduce import right, states
 from mlx_phase.launch import attention
 from mlx_phase.launch.attention import fold_of
 from mlx_phase.launch.attention_reduce import merge
+from mlx_phase.launch.matmul import device_chip
+from mlx_phase.plan_attention import plan_sdpa
 from mlx_phase.problem import Sdpa
 
 MANY = 10**6  # threadgroups that no runs fill: states are stored apart
@@ -103,3 +105,26 @@ def test_states_of_runs_alone(fold, states_of):
     out = merge(problem, mx.array(o), mx.array(ml), None, fold)
     want = right(np.nan_to_num(o), ml)
     tolerance.assert_close(out, want, ref.round_to(want, "float32"), "float32")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("q_len", [1, 4, 16])
+def test_runs_on_tensor_cores(bits, dim, q_len, monkeypatch):
+    """As planned, of a cache with a window and one whose keys end in a run."""
+    monkeypatch.undo()
+    for more in (dict(window=3000), dict(lens=(7001,))):
+        case = sdpa_case.case(
+            heads=(32, 8), dims=(dim, dim), q_len=q_len, k_len=9001, causal=True,
+            **form(bits, bits, 64), **more,
+        )  # fmt: skip
+        planned = plan_sdpa(case.problem, device_chip())
+        fits = bits == 16 or planned.threadgroup_bytes >= attention.RING_AND_RUNS
+        p = replace(planned, fold=4, threadgroups=MANY)
+        assert fold_of(case.problem, p, 36) == 1
+        out = case.check(p)
+        for threadgroups in (8, 50):
+            p = replace(p, threadgroups=threadgroups)
+            assert fold_of(case.problem, p, 36) == (4 if fits else 1)
+            tolerance.assert_bits(case.run(p), out)
