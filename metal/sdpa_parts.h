@@ -185,6 +185,7 @@ struct Parts {
           EACH(i, F) t[i] = fma(from[k * R * P + bank(e + i) * 8], f, t[i]);
         }
         if (FOLD > 1) {
+          if (!(high > LOWEST)) EACH(i, F) t[i] = 0;  // it may be NaN, and sdpa_reduce reads no o of no keys
           threadgroup float* run = part + HELD + (w * R + r) * (DV / F) + 8 * (all_e / F) + lane_row;
           const int STEP = W * R * (DV / F);
           if (!first) {

@@ -87,6 +87,30 @@ def test_many_rows():
         tolerance.assert_bits(case.run(chosen(case, 2, 4, rows)), out)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("threadgroups", [1, MANY])
+def test_chunks_that_a_row_does_not_see_may_hold_anything(bits, threadgroups):
+    """NaN in them, first and last of a run, reaches only rows that see them."""
+    seen = np.ones((2, 330), bool)
+    seen[0, :32] = seen[0, 96:160] = seen[0, 256:] = False
+    mask = mx.array(seen)[None, None]
+    case = sdpa_case.case(
+        heads=(8, 2), q_len=2, k_len=330, mask=mask, **form(bits, bits, 64)
+    )
+    p = chosen(case, 4, threadgroups)
+    want = case.check(p)
+    hidden = mx.array(~seen[0])[:, None]
+
+    def spoilt(a: mx.array) -> mx.array:
+        return mx.where(hidden, float("nan"), a).astype(a.dtype)
+
+    k, v = case.caches()
+    v = spoilt(v) if bits == 16 else (v[0], *map(spoilt, v[1:]))
+    out = case.run(p, (k, v))
+    tolerance.assert_bits(out[:, :, 0], want[:, :, 0])
+    assert mx.isnan(out[:, :, 1]).all()
+
+
 def test_a_ring_and_runs_want_room(monkeypatch):
     monkeypatch.setattr(attention, "RING_AND_RUNS", 44 * 1024)
     case = sdpa_case.case(k_len=330, **form(8, 8, 64))
