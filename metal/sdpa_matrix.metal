@@ -48,7 +48,7 @@ struct SdpaMatrix {
     return c0 + (at.window ? max(0, at.len - at.q_len - at.window + 1 - c0) / STEP * STEP : 0) + at.sg % KP * 16 * UK;
   }
 
-  // The first chunk from `chunk` on that has keys for a row; runs of those before are marked as empty.
+  // The first chunk from `chunk` on that has keys for a row; runs that end before it are marked as empty.
   static METAL_FUNC int skip(const thread Place& at, int chunk, const int stride, const int row0, device float* ml) {
     for (; !DIRECT && chunk < at.chunks; chunk = Chunks::after(chunk, stride)) {
       if (first_key(at, chunk) - at.sg % KP * 16 * UK < min(at.len, (chunk + 1) * CHUNK)) break;

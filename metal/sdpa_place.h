@@ -4,7 +4,7 @@ struct Place {
   float causal;  // compared where it matters, as it comes from memory
 };
 // numbers: scale, window (0: none), causal. head: the first query head of the kv head. block: the
-// first of the W row blocks.
+// first of the W row blocks. chunk: where a threadgroup begins, in sdpa_matrix by the number of a run.
 template <int CHUNK, int W, bool WINDOW, typename Heads, typename Ints, typename Floats>
 METAL_FUNC Place place(
     const Heads q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,

@@ -167,7 +167,12 @@ def _run(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
     if isinstance(chosen, PrefillPlan) and chosen.threadgroups:
         # The canary's heads may fill a small chip, where fewer heads have chunks.
         chosen = replace(chosen, threadgroups=1 << 20)
-    return max(_error(p, chosen), _error(replace(p, k_len=p.q_len + TAIL), chosen))
+    cases = [(p, chosen), (replace(p, k_len=p.q_len + TAIL), chosen)]
+    if (fold := getattr(chosen, "fold", 1)) > 1:
+        # Whole runs of chunks, which only long contexts have otherwise.
+        many = replace(p, k_len=(fold + 1) * chosen.chunk + TAIL)
+        cases.append((many, replace(chosen, threadgroups=1)))
+    return max(_error(*case) for case in cases)
 
 
 def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
@@ -197,8 +202,9 @@ def _error(p: Sdpa, chosen: SdpaPlan | PrefillPlan) -> float:
 def check(problem: Sdpa, chosen: SdpaPlan | PrefillPlan | None = None) -> Checked:
     """Compile and evaluate the kernel planned for a problem, once per process.
 
-    A chunk of keys and a tail, and a part of a chunk, stand for any k_len. A kernel
-    that does not compile, run or match is switched off for the process.
+    A chunk of keys and a tail, a part of a chunk, and a run of chunks and a tail
+    stand for any k_len. A kernel that does not compile, run or match is switched off
+    for the process.
     """
     chosen = chosen or planned(problem, device_chip())
     run = partial(_run, small(problem, chosen), chosen)

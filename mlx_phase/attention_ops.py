@@ -52,12 +52,16 @@ def planned(problem: Sdpa, chip: Chip) -> SdpaPlan | PrefillPlan:
     return plan_prefill(problem, chip) if many else plan_sdpa(problem, chip)
 
 
+# How many chunks there are and a model's scale change these.
+_VARIES = ("DIRECT", "FOLD", "SCALE")
+
+
 def variant(problem: Sdpa, chosen: SdpaPlan | PrefillPlan) -> str:
     """Name of one kernel: equal names are the same text, but for a model's scale, how
     many chunks there are and whether keys lie behind q."""
     given = _launcher(chosen).template(problem, chosen, True)[1:]
     # Zeros are what a kernel does without.
-    tile = [f"{k}={int(v)}" for k, v in given if k not in ("DIRECT", "SCALE") and v]
+    tile = [f"{k}={int(v)}" for k, v in given if k not in _VARIES and v]
     return " ".join([chosen.kernel, problem.dtype, *tile])
 
 

@@ -32,14 +32,14 @@ class SdpaPlan:
     change the order of additions, so they depend on dims, format and chip alone, never
     on q_len, batch or k_len (exact rows).
 
-    chunk: keys of a threadgroup. lanes: lanes that share a key. keys: keys of a lane
+    chunk: keys of a state. lanes: lanes that share a key. keys: keys of a lane
     group (matrix units: of a simdgroup) between two updates of its softmax. simdgroups:
     of a threadgroup, how many share the keys of the chunk. rows: query rows that a
-    simdgroup holds. fold: chunks in a run, whose keys each simdgroup adds up before
-    simdgroups are merged. threadgroups: that fill the chip, more runs than that are
-    taken in turns (0: one each). ahead: a simdgroup of matrix units asks for its keys
-    and values a step before, which takes registers, and codes a ring in threadgroup
-    memory.
+    simdgroup holds. fold: chunks of a run, whose states are added up in order before
+    runs are merged, by the threadgroup that takes them or in the merge. threadgroups:
+    that fill the chip, more runs than that are taken in turns (0: one each). ahead: a
+    simdgroup of matrix units asks for its keys and values a step before, which takes
+    registers, and codes a ring in threadgroup memory.
     """
 
     kernel: str

@@ -80,7 +80,7 @@ def test_rows_have_the_bits_of_single_rows(last, threadgroups):
 
 
 def test_many_rows():
-    """Several blocks of rows share a threadgroup, in slices if need be."""
+    """Several blocks of rows, each in a threadgroup of its own."""
     case = sdpa_case.case(heads=(8, 2), q_len=10, k_len=200, causal=True)
     out = case.check(chosen(case, 2, MANY))
     for rows in (8, 16):
