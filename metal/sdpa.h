@@ -6,6 +6,12 @@ constant constexpr float LOG2E = 1.4426950408889634f, LOWEST = -3e38f;
 // exp(a - b) for natural a and b.
 METAL_FUNC float weight(const float a, const float b) { return fast::exp2((a - b) * LOG2E); }
 
+// Two states of one row become one: what the first and the second are multiplied by, and their max.
+METAL_FUNC float3 joined(const float first, const float second) {
+  const float high = max(first, second);
+  return float3(weight(first, high), weight(second, high), high);
+}
+
 // (factor of o, 1 / denominator) of a row whose keys have this max and sum. The sink joins the
 // denominator once; a row that saw no key is 0.
 template <bool SINKS>

@@ -189,10 +189,10 @@ struct Parts {
           threadgroup float* run = part + HELD + (w * R + r) * (DV / F) + 8 * (all_e / F) + lane_row;
           const int STEP = W * R * (DV / F);
           if (!first) {
-            const float before = run[0], both = max(before, high), old = weight(before, both), f = weight(high, both);
-            high = both;
-            all = fma(all, f, run[STEP] * old);
-            EACH(i, F) t[i] = fma(t[i], f, run[(2 + i) * STEP] * old);
+            const float3 f = joined(run[0], high);
+            high = f.z;
+            all = fma(all, f.y, run[STEP] * f.x);
+            EACH(i, F) t[i] = fma(t[i], f.y, run[(2 + i) * STEP] * f.x);
           }
           if (!last) {
             run[0] = high;

@@ -28,10 +28,10 @@ struct Merge {
     const int k = u * FOLD;
     float high = max(m[k], LOWEST);
     UNROLL for (int i = k + 1; i < k + FOLD; i++) {
-      const float mine = max(m[i], LOWEST), both = max(high, mine), old = weight(high, both), f = weight(mine, both);
-      high = both;
-      l[k] = fma(l[i], f, l[k] * old);
-      v[k] = fma(v[i], float4(f), v[k] * old);
+      const float3 f = joined(high, max(m[i], LOWEST));
+      high = f.z;
+      l[k] = fma(l[i], f.y, l[k] * f.x);
+      v[k] = fma(v[i], float4(f.y), v[k] * f.x);
     }
     m[k] = high > LOWEST ? high : -INFINITY;
   }

@@ -211,7 +211,7 @@ def test_planned_tiles(row):
     assert (chosen.chunk, chosen.keys) == (chunk, keys)
     for k_len, want in zip((8192, 32768, 131072), wanted or (), strict=False):
         fold = attention.fold_of(problem, chosen, k_len // chunk)
-        turns = attention.turns(problem, chosen, k_len // chunk // fold, fold)
+        turns = attention.turns(problem, chosen, k_len // chunk // fold)
         assert (fold, turns) == want
 
 

@@ -38,7 +38,7 @@ def template(
     p = spread(p, direct)
     args = form(problem, "_codes" in p.kernel)
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
-    args += [("W", row_blocks(problem, p, direct, fold)), ("CHUNK", p.chunk)]
+    args += [("W", row_blocks(problem, p, direct)), ("CHUNK", p.chunk)]
     args += [("WINDOW", problem.window > 0)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     args += [("LENS", problem.lens), ("DIRECT", direct)]
@@ -66,13 +66,14 @@ def spread(p: SdpaPlan, direct: bool) -> SdpaPlan:
     return replace(p, rows=8, ahead=True) if small else p
 
 
-def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False, fold: int = 1) -> int:
+def row_blocks(problem: Sdpa, p: SdpaPlan, direct: bool = False) -> int:
     """Blocks of query rows of a threadgroup, which read the same keys."""
     # What comes ahead is each block's own: H200, 16 queries of 32/8 heads over 1k, 8k,
     # 32k, 128k keys in 11.7, 42, 131, 490 us, 14.5, 47, 149, 560 with two blocks. Many
     # long rows have their queries in threadgroup memory, runs what they have so far.
     long = "_codes" not in p.kernel and p.rows * problem.head_dim >= 4096
-    if p.kernel.startswith("sdpa_matrix") and (direct or p.ahead or long or fold > 1):
+    alone = direct or p.ahead or long or p.fold > 1
+    if p.kernel.startswith("sdpa_matrix") and alone:
         return 1
     return min(_blocks(problem, p), max(1, MAX_SIMDGROUPS // p.simdgroups))
 
@@ -90,11 +91,11 @@ def fold_of(problem: Sdpa, p: SdpaPlan, chunks: int) -> int:
     return p.fold if fits and 2 * runs >= p.threadgroups else 1
 
 
-def turns(problem: Sdpa, p: SdpaPlan, runs: int, fold: int = 1) -> int:
+def turns(problem: Sdpa, p: SdpaPlan, runs: int) -> int:
     """Threadgroups for the runs of a kv head, so that each takes as many."""
     if not p.threadgroups:
         return runs
-    W = row_blocks(problem, p, fold=fold)
+    W = row_blocks(problem, p)
     each = -(-_blocks(problem, p) // W) * W * problem.batch * problem.kv_heads
     most = max(1, p.threadgroups // each)
     return -(-runs // -(-runs // most))
@@ -187,11 +188,11 @@ def prepare(problem: Sdpa, p: SdpaPlan | None = None) -> Callable[..., Any]:
     ) -> tuple[dict[str, object], int]:
         direct = chunks == 1
         fold = 1 if direct else fold_of(problem, p, chunks)
-        W = row_blocks(problem, p, direct, fold)
+        W = row_blocks(problem, p, direct)
         threads = 32 * p.simdgroups * W
         width = threads * -(-_blocks(problem, spread(p, direct)) // W)
         runs = -(-chunks // fold)
-        groups = turns(problem, p, runs, fold) + problem.joint
+        groups = turns(problem, p, runs) + problem.joint
         state = (B, H, q_len, runs)
         out = (out_shape(problem), dtype) if direct else ((*state, DV), mx.float32)
         types = [mx.uint32, dtype, dtype] if coded else [dtype]
