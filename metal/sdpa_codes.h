@@ -26,6 +26,10 @@ template <typename T> METAL_FUNC PAIR(T) pair_of_word(const uint u) {
   return pair_at<T>(w, 0);
 }
 
+// What is made once: elsewhere the compiler would make it again for each use.
+METAL_FUNC uint kept(const uint p) { return simd_shuffle_xor(p, 0); }
+template <typename T> METAL_FUNC vec<T, 2> kept(const vec<T, 2> p) { return p; }
+
 // The same of codes as they are, times unit / unscale: scales and biases are for sums. A code is exact in H: half,
 // where T is. Tensor cores multiply subnormal halves exactly, so there the bits of a code are a number.
 template <typename H>
@@ -114,6 +118,14 @@ template <> METAL_FUNC float scale_at<bfloat>(const thread uint* w, const int g)
 }
 template <> METAL_FUNC float scale_at<float>(const thread uint* w, const int g) { return as_type<float>(w[g]); }
 
+// A lane's share of a query row, N elements in runs that begin every 4 RUN, in units of U.
+template <int U, int RUN, int N, bool WIDE, typename T>
+METAL_FUNC void load_query(const device T* own, thread uint* w) {
+  const int L = U * sizeof(T) / 4, S = L > 4 ? 4 : L;
+  EACH(i, N / U) EACH(j, L / S)
+    load_run<S, WIDE>(own + i * U / RUN * 4 * RUN + i * U % RUN + j * (U / (L / S)), w + i * L + j * S);
+}
+
 // The columns of load_columns for codes, from floats: own is times mine, x and y times fx and fy.
 template <typename H, int BITS, int RUN, typename T>
 METAL_FUNC void code_columns(
@@ -157,6 +169,12 @@ struct Rows {
   Recent recent;
   // Is each row behind the one before, and the key up to which all of `len` are in the cache.
   METAL_FUNC bool dense() const { return stride == ROW && scale_stride == SIDE && bias_stride == scale_stride; }
+  // May rows be read in steps of 16 bytes, scales in words. No &&: a chain of branches before the first load.
+  METAL_FUNC bool even() const {
+    const bool rows = ALIGNED(data, 16) & ALIGNED(data + stride, 16);
+    return !CODED ? rows : rows & ALIGNED(scales, EVEN) & ALIGNED(scales + scale_stride, EVEN) &
+        ALIGNED(biases, EVEN) & ALIGNED(biases + bias_stride, EVEN);
+  }
   METAL_FUNC int whole(const int len) const { return RECENT ? min(len, recent.held) : len; }
 
   // The share of lane `part` in a row: w [N][NW].
@@ -236,12 +254,4 @@ METAL_FUNC void load_values(
     load_row(v, mine, key, key + 16 * UK, TILE_ROW(lane), wide, w + i * Rows::N * Rows::NW);
   }
   EACH(h, 2 * UK) load_sides(v, min(key + 8 * h + TILE_ROW(lane), len - 1), key, key + 16 * UK, wide, sb + h * 2 * Rows::NS);
-}
-
-// May scales be read in words. No && here and below: a chain of branches takes time before the first load.
-template <typename Rows, typename S, typename Longs>
-METAL_FUNC bool even_scales(const S s, const Longs steps) {
-  bool yes = ALIGNED(s, Rows::EVEN);
-  EACH(i, 3) yes = yes & ALIGNED(s + steps[i], Rows::EVEN);
-  return !Rows::CODED || yes;
 }

@@ -10,11 +10,11 @@
 struct Joint {
   int k_len, room, len, held, now, stop, kh, vh, index, threads;
 };
-template <typename Ints, typename Lens>
+template <bool ALONE, typename Ints, typename Lens>
 METAL_FUNC Joint joint_at(
     const Ints kv_shape, const int room, const int q_len, const Lens lens, const uint z, const uint index,
     const uint threads) {
-  const int B = kv_shape[0] / 2, b = z / uint(kv_shape[1]), now = lens[2 * B + b], stop = now + q_len;
+  const int B = ALONE ? 1 : kv_shape[0] / 2, b = ALONE ? 0 : z / uint(kv_shape[1]), now = lens[2 * B + b], stop = now + q_len;
   return {kv_shape[2], room, lens[b], max(int(lens[B + b]), stop - room), now, stop,
           int(z), B * kv_shape[1] + int(z), int(index), int(threads)};
 }
@@ -61,19 +61,19 @@ typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIREC
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
 const int ROW = X::K::ROW;
-const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+const Joint h = joint_at<ALONE>(
+    kv_shape, recent_shape[2], ONE ? 1 : q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
     threads_per_grid.x);
 if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
-  const Place at = place<CHUNK, W, WINDOW>(
+  const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
       HEADS, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {(const device T*)HEAD(kv, h.kh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.kh)}};
   const typename X::V vr = {(const device T*)HEAD(kv, h.vh, ROW), kv, kv, D, 0, 0, {BESIDE(recent, fresh), {}, {}, PLACES(h.vh)}};
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16);
-  const int one = q_shape[2] * D;
+  const int one = at.q_len * D;
   X::run(
       q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, at);
 }
@@ -83,15 +83,15 @@ typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIREC
 threadgroup float part[KP * W * (DV + 8)];
 threadgroup float state[KP * W * R * 2];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;
-const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+const Joint h = joint_at<ALONE>(
+    kv_shape, recent_shape[2], ONE ? 1 : q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
     threads_per_grid.x);
 if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
   KEEP(SIDE, recent_s, fresh_s, kept_s);
   KEEP(SIDE, recent_b, fresh_b, kept_b);
 } else {
-  const Place at = place<CHUNK, W, WINDOW>(
+  const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
       q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
@@ -101,7 +101,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
       (const device uint*)HEAD(kv, h.vh, ROW), (const device T*)HEAD(kv_s, h.vh, SIDE), (const device T*)HEAD(kv_b, h.vh, SIDE),
       ROW / 4, SIDE / int(sizeof(T)), SIDE / int(sizeof(T)), {BESIDE(recent, fresh), BESIDE(recent_s, fresh_s), BESIDE(recent_b, fresh_b), PLACES(h.vh)}};
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16) && ROW % 16 == 0;
-  const int one = q_shape[2] * D;
+  const int one = at.q_len * D;
   X::run(
       q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, at);
 }
@@ -112,13 +112,13 @@ threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW;
-const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+const Joint h = joint_at<ALONE>(
+    kv_shape, recent_shape[2], ONE ? 1 : q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
     threads_per_grid.x);
 if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
 } else {
-  const Place at = place<CHUNK, W, WINDOW>(
+  const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
       HEADS, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
@@ -128,7 +128,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
       HEAD(kv, h.vh, ROW), nullptr, nullptr, ROW, 0, 0,
       {BESIDE(recent, fresh), {}, {}, PLACES(h.vh)}};
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16);
-  const int one = q_shape[2] * D;
+  const int one = at.q_len * D;
   X::run(
       q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, ring, at,
       int(threadgroups_per_grid.y) - 1);
@@ -140,15 +140,15 @@ threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const int ROW = X::K::ROW, SIDE = X::K::SIDE;
-const Joint h = joint_at(
-    kv_shape, recent_shape[2], q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
+const Joint h = joint_at<ALONE>(
+    kv_shape, recent_shape[2], ONE ? 1 : q_shape[2], lens, threadgroup_position_in_grid.z, thread_position_in_grid.x,
     threads_per_grid.x);
 if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
   KEEP(ROW, recent, fresh, kept);
   KEEP(SIDE, recent_s, fresh_s, kept_s);
   KEEP(SIDE, recent_b, fresh_b, kept_b);
 } else {
-  const Place at = place<CHUNK, W, WINDOW>(
+  const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
       q_shape, kv_shape, h.len, NUMBERS, threadgroup_position_in_grid, simdgroup_index_in_threadgroup,
       thread_index_in_simdgroup);
   const typename X::K kr = {
@@ -159,7 +159,7 @@ if (threadgroup_position_in_grid.y + 1 == threadgroups_per_grid.y) {
       {BESIDE(recent, fresh), BESIDE(recent_s, fresh_s), BESIDE(recent_b, fresh_b), PLACES(h.vh)}};
   const bool wide = ALIGNED(q, 16) && ALL_ALIGNED(kv, recent, fresh, 16) && ROW % 16 == 0 &&
       ALL_ALIGNED(kv_s, recent_s, fresh_s, X::K::EVEN) && ALL_ALIGNED(kv_b, recent_b, fresh_b, X::K::EVEN);
-  const int one = q_shape[2] * D;
+  const int one = at.q_len * D;
   X::run(
       q, int3(at.Hq * one, one, D), as_type<float>(SCALE), kr, vr, wide, lens, int4(0), sinks, out, ml, part, state, ring, at,
       int(threadgroups_per_grid.y) - 1);

@@ -14,8 +14,8 @@ struct SdpaMatrix {
   // Bits of the codes, if there are any.
   static constexpr constant int KC = KBITS < 16 ? KBITS : 8, VC = VBITS < 16 ? VBITS : 8;
   static constexpr constant int NB = R / 8;
-  // Tiles of 16 keys between two updates of the softmax.
-  static constexpr constant int UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
+  // Keys of a chunk, and tiles of 16 keys between two updates of the softmax.
+  static constexpr constant int KEYS = CHUNK, UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
 
   // Codes come through a ring where threadgroup memory holds three slots of it next to what a merge of R = 16 needs.
   static constexpr constant int WORDS = D * KB > DV * VB ? D * KB / 32 : DV * VB / 32;
@@ -27,12 +27,15 @@ struct SdpaMatrix {
   static constexpr constant bool SHARED = !AHEAD && KBITS == 16 && sizeof(T) == 2 && R * D >= 4096;
   static constexpr constant int SLOTS = RING ? KP * W * ST * SLOT : SHARED ? W * R * D / 2 : 0;
 
+  // Few words of values come before keys are weighed, and not after.
+  static constexpr constant bool SOON = UK * DV * VB <= 1024;
+
   // Two biases of K of a key are a pair of an operand, which meets their sums of q in three parts.
   static constexpr constant bool PAIRED = RING && D / KG == 2 && is_same_v<T, bfloat>;
 
   typedef Rows<T, KB, KG, D, 4, RING, RECENT> K;
   typedef Rows<T, VB, VG, DV, 8, RING, RECENT> V;
-  typedef Ring<T, K, V, UK, ST> Steps;
+  typedef Ring<SdpaMatrix, K, V, UK, ST> Steps;
   typedef typename K::Operand KT;
   typedef typename V::Operand VT;
   typedef conditional_t<PAIRED, T, KT> BT;
@@ -62,24 +65,6 @@ struct SdpaMatrix {
     return chunk;
   }
 
-  // The step of a simdgroup that is copied next: it begins at `key`, and those of its chunk end at `stop`.
-  struct Ahead { int chunk, key, stop; };
-  static METAL_FUNC void copy_keys(
-      const thread Steps& steps, const thread K& k, threadgroup uint* slot, thread Ahead& a, const thread Place& at, const int stride) {
-    while (a.key >= a.stop && a.chunk * CHUNK < at.len) {
-      a.chunk = Chunks::after(a.chunk, stride);
-      a.key = first_key(at, a.chunk);
-      a.stop = min(at.len, (a.chunk + 1) * CHUNK);
-    }
-    if (a.key < a.stop) steps.copy(k, slot, a.key, steps.k_place);
-    COPIES_END();
-  }
-  static METAL_FUNC void copy_values(const thread Steps& steps, const thread V& v, threadgroup uint* slot, thread Ahead& a) {
-    if (a.key < a.stop) steps.copy(v, slot, a.key, steps.v_place);
-    a.key += STEP;
-    COPIES_END();
-  }
-
   // The runs of FOLD chunks at.chunk, at.chunk + stride, ... of a threadgroup. o: [NB][DV / 16][4] as mma16 leaves
   // it, top (times log2(e)) and sum: [NB][2]. top: what sums are relative to.
   template <typename Mask, typename S, typename O>
@@ -91,21 +76,32 @@ struct SdpaMatrix {
     const uint one = one_bits(at.q_len);
     // Minus the middle code of even and of odd elements of V.
     const float MIDDLE = 1 << (VC - 1), mid = -MIDDLE * unit<VT>(), odd = mid / unscale<VC>(1);
-    const PAIR(VT) evens = pair_of<VT>(mid, mid), odds = pair_of<VT>(odd, odd);
+    PAIR(VT) middles[4];
+    if (V::CODED) EACH(i, 4) middles[i] = kept(i % 2 ? pair_of<VT>(odd, odd) : pair_of<VT>(mid, mid));
     uint kw[2 * UK * K::N * K::NW], vw[4 * UK * V::N * V::NW + 1], ks[4 * UK * K::NS], vs[4 * UK * V::NS];
+    q += at.b * q_steps.x + at.head * q_steps.y;
+    // Much is done to queries before they meet codes: they are asked for before keys.
+    const int QW = D / 16 * sizeof(T);
+    uint asked[K::CODED ? NB * QW : 1];
+    if (K::CODED) EACH(n, NB) {
+      const Row m = row_at(at, row0 + n * 8 + row);
+      const device T* own = q + m.head * q_steps.y + m.i * q_steps.z + col * K::RUN;
+      if (wide) load_query<K::U, K::RUN, D / 4, true>(own, asked + n * QW);
+      else load_query<K::U, K::RUN, D / 4, false>(own, asked + n * QW);
+    }
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk * FOLD, stride, row0, ml);
     const int here = first_key(at, chunk);
-    const Steps steps = {at.len, at.lane, wide, wide && k.dense() && v.dense() && at.len < 1 << 22 ? k.whole(at.len) : 0,
-                         Steps::template place<K>(at.lane), Steps::template place<V>(at.lane)};
+    Steps steps = {};
     threadgroup uint* slots = (threadgroup uint*)ring + at.sg * (ST * SLOT);
-    Ahead ahead = {chunk, here, min(at.len, (chunk + 1) * CHUNK)};
     int slot = 0;
-    if (RING) EACH(i, ST / 2) {
-      copy_keys(steps, k, slots + 2 * i * SLOT, ahead, at, stride);
-      copy_values(steps, v, slots + (2 * i + 1) * SLOT, ahead);
-    }
-    else if (AHEAD && chunk * CHUNK < at.len) {
+    if (RING) {
+      steps.start(k, v, at, chunk, wide);
+      EACH(i, ST / 2) {
+        steps.next_keys(k, slots + 2 * i * SLOT, at, stride);
+        steps.next_values(v, slots + (2 * i + 1) * SLOT);
+      }
+    } else if (AHEAD && chunk * CHUNK < at.len) {
       load_keys<UK>(k, here, at.len, at.lane, wide, kw, ks);
       load_values<UK>(v, here, at.len, at.lane, wide, vw, vs);
     }
@@ -116,7 +112,7 @@ struct SdpaMatrix {
     Row c[NB * 2];
     PAIR(KT) qs[NB * D / 8];
     PAIR(VT) p[NB * 2 * UK];
-    PAIR(BT) parts[NB], none = pair_of<BT>(0.0f, 0.0f);
+    PAIR(BT) parts[NB];
     // Of a column: scale, with codes of K times the power of two that was taken out of q, and sum(q) of
     // each group.
     float scales[NB * 2], sums[NB * K::NG * 2];
@@ -128,7 +124,6 @@ struct SdpaMatrix {
       c[i].to = max(c[i].to, c[i].from);
       seen[i] = at.b * (size_t)mask_steps.x + (at.head + c[i].head) * (size_t)mask_steps.y + c[i].i * (size_t)mask_steps.z;
     }
-    q += at.b * q_steps.x + at.head * q_steps.y;
     EACH(n, NB) {
       const Row m = row_at(at, row0 + n * 8 + row);
       const device T* own = q + m.head * q_steps.y + m.i * q_steps.z + col * K::RUN;
@@ -137,14 +132,10 @@ struct SdpaMatrix {
       float v[K::N * K::RUN], fx = 1, fy = 1, mine = 1;
       if (K::CODED) {
         // A power of two brings the largest of a row between 2^15 and 2^16, so that halves hold it.
-        float big = 0;
-        EACH(i, D / 4 / K::U) {
-          const device T* from = own + i * K::U / K::RUN * 4 * K::RUN + i * K::U % K::RUN;
-          if (K::U < 8) EACH(j, K::U) v[K::U * i + j] = float(from[j]);
-          else if (wide) load8<T, true>(from, v + 8 * i);
-          else load8<T, false>(from, v + 8 * i);
-        }
-        EACH(i, D / 4) big = max(big, fabs(v[i]));
+        float some[4] = {0, 0, 0, 0};
+        EACH(i, D / 4) v[i] = scale_at<T>(asked + n * QW, i);
+        EACH(i, D / 4) some[i % 4] = max(some[i % 4], fabs(v[i]));
+        float big = max(max(some[0], some[1]), max(some[2], some[3]));
         big = max(big, simd_shuffle_xor(big, 1));
         big = max(big, simd_shuffle_xor(big, TILE_SIDE));
         const uint power = clamp(as_type<uint>(big) >> 23, 16u, 253u) << 23, inverse = 269u << 23;
@@ -205,14 +196,14 @@ struct SdpaMatrix {
       for (int key = begin; key < end; key += STEP) {
         // Plain: two sums of every other 16 elements each, for shorter chains of dependent multiplies.
         // Codes: one of each group, the other is the score.
-        const int two = slot + 1 == ST ? 0 : slot + 1;
+        const int two = slot + SLOT == ST * SLOT ? 0 : slot + SLOT;
         if (RING) {
           // The slot of the values before is free now in all lanes.
           COPIES_WAIT(ST - 2);
           simdgroup_barrier(mem_flags::mem_threadgroup);
-          steps.template words<K, false>(slots + slot * SLOT, kw);
-          steps.template scales<K>(slots + slot * SLOT, ks);
-          copy_keys(steps, k, slots + (slot ? slot - 1 : ST - 1) * SLOT, ahead, at, stride);
+          steps.template words<K, false>(slots + slot, kw);
+          steps.template scales<K>(slots + slot, ks);
+          steps.next_keys(k, slots + (slot ? slot : ST * SLOT) - SLOT, at, stride);
         }
         if (!AHEAD) load_keys<UK>(k, key, at.len, at.lane, wide, kw, ks);
         float s[NB * UK * 8];
@@ -220,7 +211,7 @@ struct SdpaMatrix {
         if (PAIRED) EACH(i, UK * NB) {
           const thread uint* b = ks + i / NB * 4 * K::NS + K::NS;
           const PAIR(BT) x = pair_at<BT>(b, 0), y = pair_at<BT>(b + 2 * K::NS, 0);
-          mma16<BT>(s + i * 8, x, y, x, y, parts[i % NB], none);
+          Steps::template mma8<BT>(s + i * 8, x, y, parts[i % NB]);
         }
         EACH(z, D / 4 / K::U * UK) {
           const int t = z % UK, u = z / UK, r = u * K::U / K::RUN, j = u % (K::RUN / K::U), g = r / K::PER;
@@ -261,12 +252,13 @@ struct SdpaMatrix {
         if (RING) {
           COPIES_WAIT(ST - 2);
           simdgroup_barrier(mem_flags::mem_threadgroup);
-          steps.template scales<V>(slots + two * SLOT, vs);
-          copy_values(steps, v, slots + slot * SLOT, ahead);
+          if (SOON) steps.template words<V, true>(slots + two, vw);
+          steps.template scales<V>(slots + two, vs);
+          steps.next_values(v, slots + slot);
         }
         if (K::CODED && unit<KT>() < 1 && huge) EACH(i, NB * UK * 4) s[i / 4 * 8 + i % 4] /= unit<KT>();
         const int own = key + row;
-        const bool whole = MASK || (key >= seen_from && key + 16 * UK <= seen_to);
+        const bool whole = MASK || ((!at.window || key >= seen_from) && key + 16 * UK <= seen_to);
         EACH(i, NB * UK * 4) {
           const int e = i / 4 % NB * 2 + i % 2;
           thread float* x = s + i / 4 * 8 + i % 4;
@@ -291,8 +283,8 @@ struct SdpaMatrix {
           }
         } else EACH(e, NB * 2) sum[e] += all[e];
         if (RING) {
-          steps.template words<V, true>(slots + two * SLOT, vw);
-          slot = two + 1 == ST ? 0 : two + 1;
+          if (!SOON) steps.template words<V, true>(slots + two, vw);
+          slot = two + SLOT == ST * SLOT ? 0 : two + SLOT;
         }
         EACH(u, DV / 8 / V::U) {
           const int r = u * V::U / V::RUN, j = u % (V::RUN / V::U), g = r / V::PER, L = V::N * V::NW;
@@ -311,7 +303,7 @@ struct SdpaMatrix {
                 // Codes count from their middle, and its share is a bias: fewer digits of p are lost.
                 thread float* b = bias + (n * V::NG + g) * 2;
                 EACH(i, 4) b[i % 2] = fma(x[i], fma(w[i / 2].x, MIDDLE, w[i / 2].y), b[i % 2]);
-                mma16<VT>(middle + (n * V::NG + g) * 4, evens, odds, evens, odds, to[0], to[1]);
+                mma16<VT>(middle + (n * V::NG + g) * 4, middles[0], middles[1], middles[2], middles[3], to[0], to[1]);
               }
             }
           }
@@ -359,8 +351,8 @@ threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];
-const Place at = place<CHUNK, W, WINDOW>(
-    q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
+const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
+    q_shape, k_shape, LENS ? int(lens[ALONE ? 0 : threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), nullptr, nullptr, int(k_strides[2] * sizeof(k[0])), 0, 0, {}};
@@ -370,7 +362,7 @@ const typename X::V vr = {
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
     q, int3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
-    even(q, q_strides) & even(k, k_strides) & even(v, v_strides), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
+    even(q, q_strides) & kr.even() & vr.even(), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);
 
 //! kernel sdpa_matrix_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
@@ -379,8 +371,8 @@ threadgroup float part[X::Merge::WORDS_USED];
 threadgroup float state[KP * W * R * 2];
 threadgroup uint4 ring[X::SLOTS ? X::SLOTS / 4 : 1];
 const float scale = numbers[0];
-const Place at = place<CHUNK, W, WINDOW>(
-    q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
+const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
+    q_shape, k_shape, LENS ? int(lens[ALONE ? 0 : threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     (const device uchar*)(k + at.b * k_strides[0] + at.kv * k_strides[1]), (const device uchar*)(ks + at.b * ks_strides[0] + at.kv * ks_strides[1]),
@@ -388,12 +380,9 @@ const typename X::K kr = {
 const typename X::V vr = {
     (const device uchar*)(v + at.b * v_strides[0] + at.kv * v_strides[1]), (const device uchar*)(vs + at.b * vs_strides[0] + at.kv * vs_strides[1]),
     (const device uchar*)(vb + at.b * vb_strides[0] + at.kv * vb_strides[1]), int(v_strides[2] * sizeof(v[0])), int(vs_strides[2] * sizeof(T)), int(vb_strides[2] * sizeof(T)), {}};
-const bool wide = int(even(q, q_strides)) & int(even(k, k_strides)) & int(even(v, v_strides)) &
-    int(even_scales<typename X::K>(ks, ks_strides)) & int(even_scales<typename X::K>(kb, kb_strides)) &
-    int(even_scales<typename X::V>(vs, vs_strides)) & int(even_scales<typename X::V>(vb, vb_strides));
 // Rows are read along the last axis; a layout that has it elsewhere gets NaN, never a wrong number.
 const bool rows = (q_strides[3] == 1) & (k_strides[3] == 1) & (v_strides[3] == 1);
 X::run(
     q, int3(q_strides[0], q_strides[1], q_strides[2]), rows ? scale : NAN, kr, vr,
-    wide, mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
+    even(q, q_strides) & kr.even() & vr.even(), mask, MASK ? mask_steps(mask_shape, mask_strides) : int4(0),
     sinks, out, ml, part, state, ring, at, threadgroups_per_grid.y);

@@ -1,14 +1,11 @@
 // What takes the place of sdpa_ring.h where caches have no codes.
-#define COPIES_END()
 #define COPIES_WAIT(n)
-template <typename T, typename K, typename V, int UK, int ST>
+template <typename Kernel, typename K, typename V, int UK, int ST>
 struct Ring {
-  int len, lane;
-  bool wide;
-  int dense;
-  uint k_place, v_place;
-  template <typename Rows> static METAL_FUNC uint place(const uint lane) { return 0; }
-  template <typename Rows> METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {}
+  METAL_FUNC void start(const thread K& k, const thread V& v, const thread Place& at, const int first, const bool wide) {}
+  METAL_FUNC void next_keys(const thread K& k, threadgroup uint* slot, const thread Place& at, const int stride) {}
+  METAL_FUNC void next_values(const thread V& v, threadgroup uint* slot) {}
+  template <typename H> static METAL_FUNC void mma8(thread float* c, const PAIR(H) a00, const PAIR(H) a10, const PAIR(H) b0) {}
   template <typename Rows, bool ACROSS> METAL_FUNC void words(const threadgroup uint* slot, thread uint* w) const {}
   template <typename Rows> METAL_FUNC void scales(const threadgroup uint* slot, thread uint* sb) const {}
 };

@@ -89,15 +89,17 @@ struct Weights {
   }
 };
 
-// Stores next to each other: their address is found once.
+// Places next to each other: their address is found once.
 #ifdef MSL_TENSOR_CORES
 typedef uint Slot;
 METAL_FUNC Slot slot_at(threadgroup float* p) { return msl_place(p); }
 METAL_FUNC void put(const Slot at, const int i, const float v) { msl_put(at + 4 * i, v); }
+METAL_FUNC float get(const Slot at, const int i) { return msl_get(at + 4 * i); }
 #else
 typedef threadgroup float* Slot;
 METAL_FUNC Slot slot_at(threadgroup float* p) { return p; }
 METAL_FUNC void put(const Slot at, const int i, const float v) { at[i] = v; }
+METAL_FUNC float get(const Slot at, const int i) { return at[i]; }
 #endif
 
 // Chunks of CHUNK keys in runs of FOLD, of which a threadgroup takes each stride-th: the one after another, and whether
@@ -175,14 +177,14 @@ struct Parts {
         const int all_e = (u + 1 - held + s) * E + e, n = (at.block + w) * R + r, d = (all_e / RUN * 8 + lane_row) * RUN + all_e % RUN;
         if (n >= at.G * at.q_len) continue;
         const threadgroup float* st = state + (w * KP * R + r) * 2;
-        const threadgroup float* from = part + (w * KP * R + s * rows + r) * P + lane_row;
+        const Slot from = slot_at(part + (w * KP * R + s * rows + r) * P + lane_row);
         float high = LOWEST, all = 0, t[F];
         EACH(k, KP) high = max(high, st[k * R * 2]);
         EACH(i, F) t[i] = 0;
         EACH(k, KP) {
           const float f = weight(st[k * R * 2], high);
           all = fma(st[k * R * 2 + 1], f, all);
-          EACH(i, F) t[i] = fma(from[k * R * P + bank(e + i) * 8], f, t[i]);
+          EACH(i, F) t[i] = fma(get(from, k * R * P + bank(e + i) * 8), f, t[i]);
         }
         if (FOLD > 1) {
           if (!(high > LOWEST)) EACH(i, F) t[i] = 0;  // it may be NaN, and sdpa_reduce reads no o of no keys

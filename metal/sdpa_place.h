@@ -5,15 +5,16 @@ struct Place {
 };
 // numbers: scale, window (0: none), causal. head: the first query head of the kv head. block: the
 // first of the W row blocks. chunk: where a threadgroup begins, in sdpa_matrix by the number of a run.
-template <int CHUNK, int W, bool WINDOW, typename Heads, typename Ints, typename Floats>
+// ALONE, ONE: a batch and a q_len of 1, known to the compiler as G is: no divisions before the first load.
+template <int CHUNK, int W, bool WINDOW, int G, bool ALONE, bool ONE, typename Heads, typename Ints, typename Floats>
 METAL_FUNC Place place(
     const Heads q_shape, const Ints k_shape, const int len, const Floats numbers, const uint3 tg,
     const uint sg, const uint lane) {
-  const uint Hkv = k_shape[1], b = tg.z / Hkv;
-  const int G = uint(q_shape[1]) / Hkv, kv = tg.z - b * Hkv, k_len = k_shape[2];
+  const uint b = ALONE ? 0 : tg.z / uint(k_shape[1]);
+  const int kv = tg.z - b * k_shape[1], k_len = k_shape[2];
   // Told to be the same in all lanes, so loops of a simdgroup are no divergent branches.
   const int same = simd_broadcast_first(sg);
-  return {int(b), kv, kv * G, q_shape[1], G, q_shape[2], min(k_len, len), WINDOW ? int(numbers[1]) : 0,
+  return {int(b), kv, kv * G, q_shape[1], G, ONE ? 1 : q_shape[2], min(k_len, len), WINDOW ? int(numbers[1]) : 0,
           int(tg.y), (k_len + CHUNK - 1) / CHUNK, int(tg.x) * W, same, int(lane), numbers[2]};
 }
 

@@ -79,7 +79,8 @@ if (lane < C) {
   if (lane == 0) p[DS] = sum;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-const int h = row / q_len % Hq, b = row / q_len / Hq, n = row % q_len;
+// Divisions come after the last barrier: none where they can be known.
+const int h = ONE ? row % Hq : row / q_len % Hq, b = ONE ? 0 : row / q_len / Hq, n = ONE ? 0 : row % q_len;
 for (int i = t; i < SG / KS * DS && first * DS + i < DV; i += TG) {
   float a = 0, all = 0;
   for (int k = 0; k < KS; k++) {
@@ -88,5 +89,5 @@ for (int i = t; i < SG / KS * DS && first * DS + i < DV; i += TG) {
     all += p[DS];
   }
   const float2 f = settle<SINKS>(top, all, SINKS ? float(sinks[h]) : 0);
-  out[((size_t)(b * q_len + n) * Hq + h) * DV + first * DS + i] = T(a * f.x * f.y);
+  out[(ONE ? row : (size_t)(b * q_len + n) * Hq + h) * DV + first * DS + i] = T(a * f.x * f.y);
 }

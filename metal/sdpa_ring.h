@@ -21,21 +21,64 @@ METAL_FUNC void copy_words(threadgroup uint* to, const device uint* p) {
 #endif
 }
 
-// A slot has the codes of 16 UK keys of one cache, then scales and biases of each key.
-template <typename T, typename K, typename V, int UK, int ST>
+// A slot has the codes of 16 UK keys of one cache, then scales and biases of each key. Kernel: says in which order a
+// simdgroup takes its steps.
+template <typename Kernel, typename K, typename V, int UK, int ST>
 struct Ring {
   static constexpr constant int KEYS = 16 * UK;
   int len, lane;
   bool wide;
-  // Rows lie one behind the other up to this key, and where a lane has its first 16 bytes of a slot.
+  // The step that is copied next: it begins at `key`, those of its chunk end at `stop`, up to `sure` it is simple.
+  int chunk, key, stop, sure;
+  // Rows lie one behind the other up to this key. Where a lane has its first 16 bytes of a slot, and where it reads of
+  // each pair of chunks of 16 rows.
   int dense;
-  uint k_place, v_place;
+  uint k_place, v_place, k_tile[K::WORDS / 8], v_tile[V::WORDS / 8];
 
   template <typename Rows>
   static METAL_FUNC uint place(const uint lane) {
     const uint C = Rows::WORDS / 4, own = lane / C;
-    // Shuffled, or the compiler finds it anew for each step.
-    return simd_shuffle_xor(own * C * 4 + (lane % C ^ turn<C * 4>(own)) * 4, 0);
+    return kept(own * C * 4 + (lane % C ^ turn<C * 4>(own)) * 4);
+  }
+  template <typename Rows>
+  static METAL_FUNC void find_tile(const uint lane, thread uint* at) {
+    const int RW = Rows::WORDS;
+    EACH(c, RW / 8) at[c] = kept(lane % 16 * RW + ((2 * c + lane / 16) ^ turn<RW>(lane % 16)) * 4);
+  }
+  METAL_FUNC void take(const thread Place& at, const int which) thread {
+    chunk = which;
+    key = Kernel::first_key(at, chunk);
+    stop = min(len, (chunk + 1) * Kernel::KEYS);
+    sure = min(stop, dense);
+  }
+  METAL_FUNC void start(const thread K& k, const thread V& v, const thread Place& at, const int first, const bool is_wide) thread {
+    len = at.len;
+    lane = at.lane;
+    wide = is_wide;
+    dense = wide && k.dense() && v.dense() && len < 1 << 22 ? k.whole(len) : 0;
+    k_place = place<K>(lane);
+    v_place = place<V>(lane);
+    find_tile<K>(lane, k_tile);
+    if (K::WORDS != V::WORDS) find_tile<V>(lane, v_tile);
+    take(at, first);
+  }
+  template <typename Rows>
+  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* slot, const uint place) const {
+    if (key + KEYS <= sure) copy_dense(from, slot, key, place);
+    else if (key < stop) {
+      if (wide) copy_slot<Rows, true>(from, slot, key);
+      else copy_slot<Rows, false>(from, slot, key);
+    }
+    COPIES_END();
+  }
+  METAL_FUNC void next_keys(const thread K& k, threadgroup uint* slot, const thread Place& at, const int stride) thread {
+    if (key + KEYS > sure)
+      while (key >= stop && chunk * Kernel::KEYS < len) take(at, Kernel::Chunks::after(chunk, stride));
+    copy(k, slot, k_place);
+  }
+  METAL_FUNC void next_values(const thread V& v, threadgroup uint* slot) thread {
+    copy(v, slot, v_place);
+    key += Kernel::STEP;
   }
   // Chunks of 16 bytes change places, so that those of eight rows come from different banks.
   template <int RW> static METAL_FUNC constexpr uint turn(const uint row) {
@@ -89,12 +132,6 @@ struct Ring {
       copy_words<Rows::NS>(to + Rows::NS, (const device uint*)(from.biases + at));
     } else copy_words<Rows::NS>(to + (lane < 16 ? 0 : Rows::NS), (const device uint*)((lane < 16 ? from.scales : from.biases) + at));
   }
-  template <typename Rows>
-  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {
-    if (key + KEYS <= dense) copy_dense(from, to, key, place);
-    else if (wide) copy_slot<Rows, true>(from, to, key);
-    else copy_slot<Rows, false>(from, to, key);
-  }
 
   // 16 keys from row `first` on, w[2][RW / 4]. Of each half and chunk the word TILE_COL of key TILE_ROW, or, ACROSS, 16
   // bits, number TILE_ROW, of the keys 2 TILE_COL and 2 TILE_COL + 1.
@@ -102,8 +139,7 @@ struct Ring {
   METAL_FUNC void tile(const threadgroup uint* rows, const int first, thread uint* w) const {
 #ifdef MSL_TENSOR_CORES
     EACH(c, RW / 8) {
-      const int row = first + lane % 16;
-      const threadgroup uint* p = rows + row * RW + ((2 * c + lane / 16) ^ turn<RW>(lane % 16)) * 4;
+      const threadgroup uint* p = rows + (ACROSS && K::WORDS != V::WORDS ? v_tile[c] : k_tile[c]) + first * RW;
       uint t[4];
       if (ACROSS) msl_load_tiles_across(p, t);
       else msl_load_tiles(p, t);
@@ -118,6 +154,14 @@ struct Ring {
       w[i] = ACROSS ? ((const threadgroup ushort*)p)[d] | uint(((const threadgroup ushort*)next)[d]) << 16 : p[TILE_COL(lane)];
     }
 #endif
+  }
+  // mma16 with the first 8 of k alone.
+  template <typename H>
+  static METAL_FUNC void mma8(thread float* c, const PAIR(H) a00, const PAIR(H) a10, const PAIR(H) b0) {
+#ifdef MSL_TENSOR_CORES
+    if (sizeof(H) == 2) return msl_mma<H>::k8(c, a00, a10, b0);
+#endif
+    mma16<H>(c, a00, a10, a00, a10, b0, pair_of<H>(0.0f, 0.0f));
   }
   // The words of a slot, and scales and biases of the keys 8 h + TILE_ROW, [h][2][NS].
   template <typename Rows, bool ACROSS>

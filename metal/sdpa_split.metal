@@ -366,8 +366,8 @@ struct Sdpa {
 //! kernel sdpa_split (q, k, v, mask, sinks, lens, numbers) -> (out, ml)
 typedef Sdpa<T, D, DV, 16, 64, 16, 64, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * (DV + 8)], state[KP * W * R * 2];
-const Place at = place<CHUNK, W, WINDOW>(
-    q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
+const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
+    q_shape, k_shape, LENS ? int(lens[ALONE ? 0 : threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     k + at.b * k_strides[0] + at.kv * k_strides[1], k, k, int(k_strides[2]), 0, 0, {}};
@@ -383,8 +383,8 @@ X::run(
 //! kernel sdpa_split_codes (q, k, ks, kb, v, vs, vb, mask, sinks, lens, numbers) -> (out, ml)
 typedef Sdpa<T, D, DV, KB, KG, VB, VG, L, U, R, KP, W, CHUNK, MASK, SINKS, DIRECT> X;
 threadgroup float part[KP * W * (DV + 8)], state[KP * W * R * 2];
-const Place at = place<CHUNK, W, WINDOW>(
-    q_shape, k_shape, LENS ? int(lens[threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
+const Place at = place<CHUNK, W, WINDOW, G, ALONE, ONE>(
+    q_shape, k_shape, LENS ? int(lens[ALONE ? 0 : threadgroup_position_in_grid.z / k_shape[1]]) : k_shape[2], numbers,
     threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 const typename X::K kr = {
     k + at.b * k_strides[0] + at.kv * k_strides[1], ks + at.b * ks_strides[0] + at.kv * ks_strides[1], kb + at.b * kb_strides[0] + at.kv * kb_strides[1],

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_phase.executor import (
     arguments,
     cuda_binary,
+    cuda_module,
     cuda_store,
     cuda_text,
     signature,
@@ -185,7 +186,8 @@ def _variant(
 
 
 def _build(kernel: Kernel, variant: Variant, ensure_row_contiguous: bool) -> Any:
-    text, body = cuda_text.definition(kernel, variant), cuda_text.call(kernel, variant)
+    body = cuda_text.call(kernel, variant)
+    text = cuda_text.definition(kernel, variant) + cuda_module.limit(variant)
     # One name for one text: not every MLX tells kernels of one name apart.
     digest = hashlib.sha256(text.encode() + body.encode()).hexdigest()[:12]
     made = mx.fast.cuda_kernel(

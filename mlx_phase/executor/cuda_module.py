@@ -68,12 +68,20 @@ def module(
     if ndims is not None:
         first += last
         body = "\n".join(["if (!run) return;", *shapes, body])
-    most = [f" __maxnreg__({a.value})" for a in variant.template if a.name == REGISTERS]
-    name = f"{''.join(most)} {entry(kernel)}"
-    function = f'extern "C" __global__ void{name}({", ".join(first)}) {{'
-    lines = [_STAND_IN, definition(kernel, variant), '#line 1 "generated"']
+    function = f'extern "C" __global__ void {entry(kernel)}({", ".join(first)}) {{'
+    text = definition(kernel, variant) + limit(variant)
+    lines = [_STAND_IN, text, '#line 1 "generated"']
     lines += ["namespace mlx::core::cu {", function, body, "}", "}", ""]
     return "\n".join(lines)
+
+
+def limit(variant: Variant) -> str:
+    """Text before a function that is launched, for it to take no more registers."""
+    for argument in variant.template:
+        if argument.name == REGISTERS:
+            most = f"__attribute__((global)) __maxnreg__({argument.value})"
+            return f"#undef __global__\n#define __global__ {most}\n"
+    return ""
 
 
 def entry(kernel: Kernel) -> str:

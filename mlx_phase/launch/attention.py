@@ -39,7 +39,8 @@ def template(
     args = form(problem, "_codes" in p.kernel)
     args += [("L", p.lanes), ("U", p.keys), ("R", p.rows), ("KP", p.simdgroups)]
     args += [("W", row_blocks(problem, p, direct)), ("CHUNK", p.chunk)]
-    args += [("WINDOW", problem.window > 0)]
+    args += [("WINDOW", problem.window > 0), ("G", problem.q_heads // problem.kv_heads)]
+    args += [("ALONE", problem.batch == 1), ("ONE", problem.q_len == 1)]
     args += [("MASK", MASKS[problem.mask]), ("SINKS", problem.sinks and direct)]
     args += [("LENS", problem.lens), ("DIRECT", direct)]
     if problem.joint:

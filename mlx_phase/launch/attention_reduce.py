@@ -27,7 +27,7 @@ def reduce_template(
     # with 4. Unmeasured for prompts.
     some = 8 if runs * columns > 32 * threads else 4
     args += [("DS", columns), ("TG", threads), ("U", max(1, some // fold))]
-    args += [("FOLD", fold)]
+    args += [("FOLD", fold), ("ONE", problem.q_len == 1)]
     return [*args, ("SINKS", problem.sinks)]
 
 

@@ -133,6 +133,11 @@ MSL_FN uint msl_place(const void* p) {
   asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"((uint)::__cvta_generic_to_shared(p)));
   return r;
 }
+MSL_FN float msl_get(uint place) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(place) : "memory");
+  return v;
+}
 MSL_FN void msl_put(uint place, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(v) : "memory"); }
 
 // Copies to threadgroup memory that go on in the background, 4, 8 or 16 aligned bytes: commit ends a batch of

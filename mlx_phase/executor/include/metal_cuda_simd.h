@@ -178,8 +178,12 @@ struct quad_vote {
     const unsigned int bits = ::__ballot_sync(msl_mask(), b);                                               \
     return group##_vote(width == 32 ? bits : bits >> (msl_lane() & ~(width - 1u)) & ((1ull << width) - 1)); \
   }                                                                                                        \
-  MSL_FN bool group##_all(bool b) { return group##_ballot(b).all(); }                                       \
-  MSL_FN bool group##_any(bool b) { return group##_ballot(b).any(); }                                       \
+  MSL_FN bool group##_all(bool b) {                                                                         \
+    return width == 32 ? (bool)::__all_sync(msl_mask(), b) : group##_ballot(b).all();                        \
+  }                                                                                                        \
+  MSL_FN bool group##_any(bool b) {                                                                         \
+    return width == 32 ? (bool)::__any_sync(msl_mask(), b) : group##_ballot(b).any();                        \
+  }                                                                                                        \
   MSL_FN group##_vote group##_active_threads_mask() { return group##_ballot(true); }                        \
   MSL_FN bool group##_is_first() {                                                                         \
     const uint base = msl_lane() & ~(width - 1u);                                                           \
