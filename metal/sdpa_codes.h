@@ -189,69 +189,78 @@ struct Rows {
   }
 };
 
-// Where row `key` lies, and its scales or biases. Where none of the rows from begin to end, which are read at once, is
-// a recent one, none is looked for.
+// Where row `key` lies, and its scales or biases. NEAR: it may be a recent one.
 template <typename Rows>
-METAL_FUNC bool is_recent(const thread Rows& r, const int key, const int begin, const int end) {
-  return Rows::BESIDE && end > r.recent.held && begin < r.recent.stop && key >= r.recent.held && key < r.recent.stop;
+METAL_FUNC bool is_recent(const thread Rows& r, const int key) {
+  return Rows::BESIDE && key >= r.recent.held && key < r.recent.stop;
 }
-template <typename Rows>
-METAL_FUNC const device uchar* row_of(const thread Rows& r, const int key, const int begin, const int end) {
-  const device uchar* row = r.data + (size_t)key * r.stride;
-  if (is_recent(r, key, begin, end)) row = RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
-  return row;
+template <bool NEAR, typename Rows>
+METAL_FUNC const device uchar* row_of(const thread Rows& r, const int key) {
+  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
+  return r.data + (size_t)key * r.stride;
 }
-template <typename Rows>
-METAL_FUNC const device uchar* scales_of(const thread Rows& r, const int key, const int begin, const int end) {
-  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.scales, key);
+template <bool NEAR, typename Rows>
+METAL_FUNC const device uchar* scales_of(const thread Rows& r, const int key) {
+  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.scales, key);
   return r.scales + (size_t)key * r.scale_stride;
 }
-template <typename Rows>
-METAL_FUNC const device uchar* biases_of(const thread Rows& r, const int key, const int begin, const int end) {
-  if (is_recent(r, key, begin, end)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.biases, key);
+template <bool NEAR, typename Rows>
+METAL_FUNC const device uchar* biases_of(const thread Rows& r, const int key) {
+  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.biases, key);
   return r.biases + (size_t)key * r.bias_stride;
 }
 
 // The share of lane `part` in a row: w [N][NW]; its scales and biases: [2][NS].
-template <typename Rows>
-METAL_FUNC void load_row(
-    const thread Rows& r, const int key, const int begin, const int end, const int part, const bool wide, thread uint* w) {
-  const device uchar* row = row_of(r, key, begin, end);
-  if (wide) Rows::template load_words<true>(row, part, w);
-  else Rows::template load_words<false>(row, part, w);
+template <bool WIDE, bool NEAR, typename Rows>
+METAL_FUNC void load_row(const thread Rows& r, const int key, const int part, thread uint* w) {
+  Rows::template load_words<WIDE>(row_of<NEAR>(r, key), part, w);
 }
-template <typename Rows>
-METAL_FUNC void load_sides(
-    const thread Rows& r, const int key, const int begin, const int end, const bool wide, thread uint* w) {
+template <bool WIDE, bool NEAR, typename Rows>
+METAL_FUNC void load_sides(const thread Rows& r, const int key, thread uint* w) {
   typedef const device typename Rows::Side* Side;
   if (!Rows::CODED) return;
-  const Side s = (Side)scales_of(r, key, begin, end), b = (Side)biases_of(r, key, begin, end);
-  if (wide) {
-    load_scales<typename Rows::Side, Rows::NG, true>(s, w);
-    load_scales<typename Rows::Side, Rows::NG, true>(b, w + Rows::NS);
-  } else {
-    load_scales<typename Rows::Side, Rows::NG, false>(s, w);
-    load_scales<typename Rows::Side, Rows::NG, false>(b, w + Rows::NS);
-  }
+  load_scales<typename Rows::Side, Rows::NG, WIDE>((Side)scales_of<NEAR>(r, key), w);
+  load_scales<typename Rows::Side, Rows::NG, WIDE>((Side)biases_of<NEAR>(r, key), w + Rows::NS);
 }
 
 // The lane's two keys of each of UK tiles of 16 that begin at `key`, and its four keys of their values. Keys behind the
 // last are the last again.
+template <bool WIDE, bool NEAR, int UK, typename Rows>
+METAL_FUNC void load_keys_as(
+    const thread Rows& k, const int key, const int len, const int lane, thread uint* w, thread uint* sb) {
+  EACH(h, 2 * UK) {
+    const int mine = min(key + 8 * h + TILE_ROW(lane), len - 1);
+    load_row<WIDE, NEAR>(k, mine, TILE_COL(lane), w + h * Rows::N * Rows::NW);
+    load_sides<WIDE, NEAR>(k, mine, sb + h * 2 * Rows::NS);
+  }
+}
+template <bool WIDE, bool NEAR, int UK, typename Rows>
+METAL_FUNC void load_values_as(
+    const thread Rows& v, const int key, const int len, const int lane, thread uint* w, thread uint* sb) {
+  EACH(i, 4 * UK) {
+    const int mine = min(key + i / 2 * 8 + 2 * TILE_COL(lane) + i % 2, len - 1);
+    load_row<WIDE, NEAR>(v, mine, TILE_ROW(lane), w + i * Rows::N * Rows::NW);
+  }
+  EACH(h, 2 * UK) load_sides<WIDE, NEAR>(v, min(key + 8 * h + TILE_ROW(lane), len - 1), sb + h * 2 * Rows::NS);
+}
+// One branch for all loads of a step.
+template <typename Rows>
+METAL_FUNC bool is_near(const thread Rows& r, const int begin, const int end) {
+  return Rows::BESIDE && end > r.recent.held && begin < r.recent.stop;
+}
 template <int UK, typename Rows>
 METAL_FUNC void load_keys(
     const thread Rows& k, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
-  EACH(h, 2 * UK) {
-    const int mine = min(key + 8 * h + TILE_ROW(lane), len - 1);
-    load_row(k, mine, key, key + 16 * UK, TILE_COL(lane), wide, w + h * Rows::N * Rows::NW);
-    load_sides(k, mine, key, key + 16 * UK, wide, sb + h * 2 * Rows::NS);
-  }
+  const bool near = is_near(k, key, key + 16 * UK);
+  if (wide && !near) load_keys_as<true, false, UK>(k, key, len, lane, w, sb);
+  else if (wide) load_keys_as<true, true, UK>(k, key, len, lane, w, sb);
+  else load_keys_as<false, true, UK>(k, key, len, lane, w, sb);
 }
 template <int UK, typename Rows>
 METAL_FUNC void load_values(
     const thread Rows& v, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
-  EACH(i, 4 * UK) {
-    const int mine = min(key + i / 2 * 8 + 2 * TILE_COL(lane) + i % 2, len - 1);
-    load_row(v, mine, key, key + 16 * UK, TILE_ROW(lane), wide, w + i * Rows::N * Rows::NW);
-  }
-  EACH(h, 2 * UK) load_sides(v, min(key + 8 * h + TILE_ROW(lane), len - 1), key, key + 16 * UK, wide, sb + h * 2 * Rows::NS);
+  const bool near = is_near(v, key, key + 16 * UK);
+  if (wide && !near) load_values_as<true, false, UK>(v, key, len, lane, w, sb);
+  else if (wide) load_values_as<true, true, UK>(v, key, len, lane, w, sb);
+  else load_values_as<false, true, UK>(v, key, len, lane, w, sb);
 }

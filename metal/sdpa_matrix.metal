@@ -147,13 +147,11 @@ struct SdpaMatrix {
         scales[2 * n] = as_type<float>(px) * (scale * 3.0517578e-5f);
         scales[2 * n + 1] = as_type<float>(py) * (scale * 3.0517578e-5f);
       }
-      EACH(i, K::N) {
-        const int at_run = i * 4 * K::RUN;
-        thread PAIR(KT)* to = qs + (n * K::N + i) * (K::RUN / 2);
-        if (K::CODED) code_columns<KT, KC, K::RUN>(v + i * K::RUN, x + at_run, y + at_run, mine, fx, fy, row, to);
-        else if (wide) load_columns<KT, KB, K::RUN, true>(own + at_run, x + at_run, y + at_run, row, to);
-        else load_columns<KT, KB, K::RUN, false>(own + at_run, x + at_run, y + at_run, row, to);
-      }
+      const int A = 4 * K::RUN;
+      thread PAIR(KT)* to = qs + n * (D / 8);
+      if (K::CODED) EACH(i, K::N) code_columns<KT, KC, K::RUN>(v + i * K::RUN, x + i * A, y + i * A, mine, fx, fy, row, to + i * K::RUN / 2);
+      else if (wide) EACH(i, K::N) load_columns<KT, KB, K::RUN, true>(own + i * A, x + i * A, y + i * A, row, to + i * K::RUN / 2);
+      else EACH(i, K::N) load_columns<KT, KB, K::RUN, false>(own + i * A, x + i * A, y + i * A, row, to + i * K::RUN / 2);
       if (K::CODED) {
         const PAIR(KT) ones = pair_of<KT>(1.0f, 1.0f), back = pair_of<KT>(1 / unscale<KC>(1), 1 / unscale<KC>(1));
         EACH(g, K::NG) {

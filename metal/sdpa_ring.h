@@ -92,13 +92,13 @@ struct Ring {
         const uint i = j * 32 + lane, row = i / (RW / 4), x = i % (RW / 4);
         copy_words<4>(
             to + row * RW + (x ^ turn<RW>(row)) * 4,
-            (const device uint*)(row_of(from, min(int(key + row), len - 1), key, key + KEYS) + x * 16));
+            (const device uint*)(row_of<true>(from, min(int(key + row), len - 1)) + x * 16));
       }
     } else {
       ROLLED for (int i = lane; i < KEYS * RW; i += 32) {
         const int row = i / RW, w = i % RW;
         to[row * RW + (w / 4 ^ turn<RW>(row)) * 4 + w % 4] =
-            ((const device uint*)row_of(from, min(key + row, len - 1), key, key + KEYS))[w];
+            ((const device uint*)row_of<true>(from, min(key + row, len - 1)))[w];
       }
     }
   }
@@ -112,7 +112,7 @@ struct Ring {
   template <typename Rows, bool WIDE>
   METAL_FUNC void copy_slot(const thread Rows& from, threadgroup uint* to, const int key) const {
     const int row = lane % KEYS, mine = min(key + row, len - 1);
-    const device uchar *s = scales_of(from, mine, key, key + KEYS), *b = biases_of(from, mine, key, key + KEYS);
+    const device uchar *s = scales_of<true>(from, mine), *b = biases_of<true>(from, mine);
     copy_rows<Rows, WIDE>(from, to, key);
     to += KEYS * Rows::WORDS + row * Rows::NG;
     if (UK == 2) {

@@ -178,14 +178,21 @@ def test_agrees_with_numpy(name, executor, monkeypatch):
         np.testing.assert_allclose(np.array(output), expected, rtol=case.rtol)
 
 
-def test_a_template_argument_limits_registers():
+@pytest.mark.parametrize("most", [None, 168])
+def test_a_template_argument_limits_registers(most):
+    """Of the function that is launched, whoever writes it: MLX does where strides are
+    asked for, behind a text that ends with the limit."""
     kernel = cuda_text.Kernel("k", ("x",), ("y",), "y[0] = x[0] + N;")
-    for args, said in (([("N", 3)], False), ([("N", 3), ("REGISTERS", 168)], True)):
-        variant = cuda_text.Variant((False,), signature.template_arguments(args))
-        text = cuda_module.module(kernel, variant, ["float"], ["float"])
-        # Before the function, whoever writes it: MLX does where strides are asked for.
-        assert (
-            "#define __global__ __attribute__((global)) __maxnreg__(168)" in text
-        ) == said
-        assert ("maxnreg" in text) == said
-        assert text.rindex("__global__ void") > text.find("__maxnreg__")
+    given = [("N", 3)] + ([("REGISTERS", most)] if most else [])
+    variant = cuda_text.Variant((False,), signature.template_arguments(given))
+    whole = cuda_module.module(kernel, variant, ["float"], ["float"])
+    text = cuda_text.definition(kernel, variant) + cuda_module.limit(variant)
+    call = cuda_text.call(kernel, variant)
+    made = f"__global__ void f(const float* in0, float* out0) {{ {call} }}"
+    for code, name in ((whole, cuda_module.entry(kernel)), (text + made, "f")):
+        try:
+            ptx = nvrtc.compile_ptx(code, name)
+        except nvrtc.NvrtcMissing as error:
+            pytest.skip(str(error))
+        assert (f".maxnreg {most}" in ptx) == (most is not None)
+        assert (".maxnreg" in ptx) == (most is not None)
