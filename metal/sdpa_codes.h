@@ -27,8 +27,8 @@ template <typename T> METAL_FUNC PAIR(T) pair_of_word(const uint u) {
 }
 
 // What is made once: elsewhere the compiler would make it again for each use.
-METAL_FUNC uint kept(const uint p) { return simd_shuffle_xor(p, 0); }
-template <typename T> METAL_FUNC vec<T, 2> kept(const vec<T, 2> p) { return p; }
+METAL_FUNC uint once(const uint p) { return simd_shuffle_xor(p, 0); }
+template <typename T> METAL_FUNC vec<T, 2> once(const vec<T, 2> p) { return p; }
 
 // The same of codes as they are, times unit / unscale: scales and biases are for sums. A code is exact in H: half,
 // where T is. Tensor cores multiply subnormal halves exactly, so there the bits of a code are a number.

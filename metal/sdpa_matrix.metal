@@ -77,7 +77,7 @@ struct SdpaMatrix {
     // Minus the middle code of even and of odd elements of V.
     const float MIDDLE = 1 << (VC - 1), mid = -MIDDLE * unit<VT>(), odd = mid / unscale<VC>(1);
     PAIR(VT) middles[4];
-    if (V::CODED) EACH(i, 4) middles[i] = kept(i % 2 ? pair_of<VT>(odd, odd) : pair_of<VT>(mid, mid));
+    if (V::CODED) EACH(i, 4) middles[i] = once(i % 2 ? pair_of<VT>(odd, odd) : pair_of<VT>(mid, mid));
     uint kw[2 * UK * K::N * K::NW], vw[4 * UK * V::N * V::NW + 1], ks[4 * UK * K::NS], vs[4 * UK * V::NS];
     q += at.b * q_steps.x + at.head * q_steps.y;
     // Much is done to queries before they meet codes: they are asked for before keys.

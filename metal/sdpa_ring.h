@@ -38,12 +38,12 @@ struct Ring {
   template <typename Rows>
   static METAL_FUNC uint place(const uint lane) {
     const uint C = Rows::WORDS / 4, own = lane / C;
-    return kept(own * C * 4 + (lane % C ^ turn<C * 4>(own)) * 4);
+    return once(own * C * 4 + (lane % C ^ turn<C * 4>(own)) * 4);
   }
   template <typename Rows>
   static METAL_FUNC void find_tile(const uint lane, thread uint* at) {
     const int RW = Rows::WORDS;
-    EACH(c, RW / 8) at[c] = kept(lane % 16 * RW + ((2 * c + lane / 16) ^ turn<RW>(lane % 16)) * 4);
+    EACH(c, RW / 8) at[c] = once(lane % 16 * RW + ((2 * c + lane / 16) ^ turn<RW>(lane % 16)) * 4);
   }
   METAL_FUNC void take(const thread Place& at, const int which) thread {
     chunk = which;
@@ -64,10 +64,10 @@ struct Ring {
   }
   template <typename Rows>
   METAL_FUNC void copy(const thread Rows& from, threadgroup uint* slot, const uint place) const {
-    if (key + KEYS <= sure) copy_dense(from, slot, key, place);
+    if (key + KEYS <= sure) copy_dense(from, slot, place);
     else if (key < stop) {
-      if (wide) copy_slot<Rows, true>(from, slot, key);
-      else copy_slot<Rows, false>(from, slot, key);
+      if (wide) copy_slot<Rows, true>(from, slot);
+      else copy_slot<Rows, false>(from, slot);
     }
     COPIES_END();
   }
@@ -85,7 +85,7 @@ struct Ring {
     return (RW & (RW - 1)) != 0 ? 0 : RW > 32 ? row % 8 : row * RW / 32 % (RW / 4);
   }
   template <typename Rows, bool WIDE>
-  METAL_FUNC void copy_rows(const thread Rows& from, threadgroup uint* to, const int key) const {
+  METAL_FUNC void copy_rows(const thread Rows& from, threadgroup uint* to) const {
     const int RW = Rows::WORDS;
     if (WIDE) {
       EACH(j, KEYS * RW / 128) {
@@ -110,10 +110,10 @@ struct Ring {
   }
   // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
   template <typename Rows, bool WIDE>
-  METAL_FUNC void copy_slot(const thread Rows& from, threadgroup uint* to, const int key) const {
+  METAL_FUNC void copy_slot(const thread Rows& from, threadgroup uint* to) const {
     const int row = lane % KEYS, mine = min(key + row, len - 1);
     const device uchar *s = scales_of<true>(from, mine), *b = biases_of<true>(from, mine);
-    copy_rows<Rows, WIDE>(from, to, key);
+    copy_rows<Rows, WIDE>(from, to);
     to += KEYS * Rows::WORDS + row * Rows::NG;
     if (UK == 2) {
       copy_scales<Rows::NG, WIDE>(to, s);
@@ -121,7 +121,7 @@ struct Ring {
     } else copy_scales<Rows::NG, WIDE>(to + (lane < 16 ? 0 : Rows::NS), lane < 16 ? s : b);
   }
   template <typename Rows>
-  METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const int key, const uint place) const {
+  METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const uint place) const {
     const int RW = Rows::WORDS, B = 4 * Rows::NS;
     const device uchar* p = from.data + (uint(key) * (RW * 4) + uint(lane) * 16);
     EACH(j, KEYS * RW / 128) copy_words<4>(to + j * 128 + (place ^ turn<RW>(j * 128 / RW) * 4), (const device uint*)(p + j * 512));

@@ -86,10 +86,12 @@ _TILES = (
 # 2026-11-30, us of both launches at 1k / 8k / 32k / 128k keys
 # (bench/results/h200-attention-sweep.txt): plain 9.5 / 15.1 / 39.5 / 137.9 (an earlier
 # text with chunk 512: 13.2 / 16.3 / 39.5 / 134.6; with 8 simdgroups: 9.3 / 15.7 / 41.5
-# / 139.8); 8 bits 10.0 / 12.6 / 26.0 / 82.8 (chunk 512: 12.5 / 14.1 / 25.6 / 78.2; 4
-# simdgroups, one tile: 9.4 / 12.8 / 27.1 / 82.4); 4 bits 9.6 / 11.0 / 18.7 / 51.8 (2
-# simdgroups: 11.6 / 12.4 / 17.7 / 50.6; these and chunk 256: 9.3 / 11.1 / 18.4 / 54.2;
-# chunk 256: 8.5 / 10.7 / 20.3 / 56.4). Runs of 1 / 4 / 8 chunks, in one run, plain at
+# / 139.8); codes on 2026-12-01: 8 bits 8.5 / 10.8 / 24.7 / 74.9 (168 registers, 12
+# simdgroups a core: 8.8 / 11.2 / 25.2 / 83.6; before, 9.0 / 11.3 / 25.4 / 76.8, chunk
+# 512: 11.4 / 12.8 / 24.7 / 73.5; 4 simdgroups, one tile: 8.1 / 11.1 / 26.4 / 79.6); 4
+# bits 8.3 / 9.7 / 17.2 / 48.4 (chunk 384: 7.7 / 9.9 / 17.6 / 47.3; before, 8.4 / 9.8 /
+# 16.9 / 49.3, chunk 256: 7.4 / 9.5 / 18.9 / 52.0; 128 registers, 16 simdgroups a core:
+# 9.5 / 10.4 / 18.0 / 51.3). Runs of 1 / 4 / 8 chunks, in one run, plain at
 # 32k 40.0 / 38.9 / 48.6, at 128k 136.9 / 130.8 / 128.3, four queries 159.5 / 149.3 /
 # 145.8; 8 bits of 1 / 4 at 128k 80.8 / 77.4; 4 bits of 1 / 2 52.3 / 52.0, four queries
 # 92.9 / 100.6.
