@@ -26,7 +26,7 @@ template <typename T> METAL_FUNC PAIR(T) pair_of_word(const uint u) {
   return pair_at<T>(w, 0);
 }
 
-// What is made once: elsewhere the compiler would make it again for each use.
+// Made once, where the compiler would make it again for each use; not for pairs of floats, which have no ring.
 METAL_FUNC uint once(const uint p) { return simd_shuffle_xor(p, 0); }
 template <typename T> METAL_FUNC vec<T, 2> once(const vec<T, 2> p) { return p; }
 

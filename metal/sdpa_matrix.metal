@@ -15,7 +15,7 @@ struct SdpaMatrix {
   static constexpr constant int KC = KBITS < 16 ? KBITS : 8, VC = VBITS < 16 ? VBITS : 8;
   static constexpr constant int NB = R / 8;
   // Keys of a chunk, and tiles of 16 keys between two updates of the softmax.
-  static constexpr constant int KEYS = CHUNK, UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
+  static constexpr constant int CHUNK_KEYS = CHUNK, UK = CHUNK % (16 * MANY * KP) == 0 ? MANY : 1, STEP = 16 * UK * KP;
 
   // Codes come through a ring where threadgroup memory holds three slots of it next to what a merge of R = 16 needs.
   static constexpr constant int WORDS = D * KB > DV * VB ? D * KB / 32 : DV * VB / 32;

@@ -79,7 +79,7 @@ if (lane < C) {
   if (lane == 0) p[DS] = sum;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-// Divisions come after the last barrier: none where they can be known.
+// After the last barrier: no divisions where they can be spared.
 const int h = ONE ? row % Hq : row / q_len % Hq, b = ONE ? 0 : row / q_len / Hq, n = ONE ? 0 : row % q_len;
 for (int i = t; i < SG / KS * DS && first * DS + i < DV; i += TG) {
   float a = 0, all = 0;

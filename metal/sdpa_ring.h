@@ -33,7 +33,10 @@ struct Ring {
   // Rows lie one behind the other up to this key. Where a lane has its first 16 bytes of a slot, and where it reads of
   // each pair of chunks of 16 rows.
   int dense;
-  uint k_place, v_place, k_tile[K::WORDS / 8], v_tile[V::WORDS / 8];
+  uint k_place, v_place;
+#ifdef MSL_TENSOR_CORES
+  uint k_tile[K::WORDS / 8], v_tile[V::WORDS / 8];
+#endif
 
   template <typename Rows>
   static METAL_FUNC uint place(const uint lane) {
@@ -48,7 +51,7 @@ struct Ring {
   METAL_FUNC void take(const thread Place& at, const int which) thread {
     chunk = which;
     key = Kernel::first_key(at, chunk);
-    stop = min(len, (chunk + 1) * Kernel::KEYS);
+    stop = min(len, (chunk + 1) * Kernel::CHUNK_KEYS);
     sure = min(stop, dense);
   }
   METAL_FUNC void start(const thread K& k, const thread V& v, const thread Place& at, const int first, const bool is_wide) thread {
@@ -58,13 +61,15 @@ struct Ring {
     dense = wide && k.dense() && v.dense() && len < 1 << 22 ? k.whole(len) : 0;
     k_place = place<K>(lane);
     v_place = place<V>(lane);
+#ifdef MSL_TENSOR_CORES
     find_tile<K>(lane, k_tile);
     if (K::WORDS != V::WORDS) find_tile<V>(lane, v_tile);
+#endif
     take(at, first);
   }
   template <typename Rows>
-  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* slot, const uint place) const {
-    if (key + KEYS <= sure) copy_dense(from, slot, place);
+  METAL_FUNC void copy(const thread Rows& from, threadgroup uint* slot, const uint own) const {
+    if (key + KEYS <= sure) copy_dense(from, slot, own);
     else if (key < stop) {
       if (wide) copy_slot<Rows, true>(from, slot);
       else copy_slot<Rows, false>(from, slot);
@@ -73,7 +78,7 @@ struct Ring {
   }
   METAL_FUNC void next_keys(const thread K& k, threadgroup uint* slot, const thread Place& at, const int stride) thread {
     if (key + KEYS > sure)
-      while (key >= stop && chunk * Kernel::KEYS < len) take(at, Kernel::Chunks::after(chunk, stride));
+      while (key >= stop && chunk * Kernel::CHUNK_KEYS < len) take(at, Kernel::Chunks::after(chunk, stride));
     copy(k, slot, k_place);
   }
   METAL_FUNC void next_values(const thread V& v, threadgroup uint* slot) thread {
@@ -121,10 +126,10 @@ struct Ring {
     } else copy_scales<Rows::NG, WIDE>(to + (lane < 16 ? 0 : Rows::NS), lane < 16 ? s : b);
   }
   template <typename Rows>
-  METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const uint place) const {
+  METAL_FUNC void copy_dense(const thread Rows& from, threadgroup uint* to, const uint own) const {
     const int RW = Rows::WORDS, B = 4 * Rows::NS;
     const device uchar* p = from.data + (uint(key) * (RW * 4) + uint(lane) * 16);
-    EACH(j, KEYS * RW / 128) copy_words<4>(to + j * 128 + (place ^ turn<RW>(j * 128 / RW) * 4), (const device uint*)(p + j * 512));
+    EACH(j, KEYS * RW / 128) copy_words<4>(to + j * 128 + (own ^ turn<RW>(j * 128 / RW) * 4), (const device uint*)(p + j * 512));
     const uint row = UK == 2 ? lane : lane % KEYS, at = (uint(key) + row) * B;
     to += KEYS * RW + row * Rows::NG;
     if (UK == 2) {

@@ -205,8 +205,8 @@ def plan_sdpa(problem: Sdpa, chip: Chip) -> SdpaPlan:
             # 16/2 heads, 32k keys, us: 16 queries 129 (187 with blocks of 8, loads
             # early), 4 39.9 (54.4), 2 28.0 (33.3); at 8k 39.8 (55.3), 19.0, 18.1.
             rows, ahead = 16, False
-        # Registers leave room for so many simdgroups on a core (ptxas): modules say so
-        # to NVRTC. 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4
+        # Registers leave room for so many simdgroups on a core (ptxas): NVRTC is told
+        # (REGISTERS). 8 bits, several blocks of rows: 12 fill it better. 32k keys, 4
         # queries of 32/8 heads: 34.8 us in a sweep, 38.5 with 8 and the text before.
         # One block: 82.8 and 81.9 at 128k keys.
         few = G * p.q_len <= 8

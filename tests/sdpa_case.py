@@ -85,7 +85,7 @@ class Case:
 def small_plan(problem: Sdpa, **changes) -> SdpaPlan:
     """A plan whose chunks are short, so that small inputs have several.
 
-    One compiled kernel serves all head counts and q_len.
+    One compiled kernel serves all q_len from 2 on.
     """
     kernel = "sdpa_split" if min(problem.k_bits, problem.v_bits) >= 16 else CODES
     tile = dict(chunk=46, lanes=8, keys=1, simdgroups=8, rows=2)

@@ -1,5 +1,7 @@
 """Template rows of decode attention, for the checks that compile and do not run."""
 
+from dataclasses import replace
+
 from mlx_phase import source
 from mlx_phase.chip import lookup
 from mlx_phase.executor.signature import METAL_TYPES, Arg
@@ -29,6 +31,16 @@ PROBLEMS = (
     Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8, lens=True, joint=True),
 )
 
+# Float32 on matrix units, which no plan has: what is right may still ask for it.
+WIDE = (
+    Sdpa(8, 2, 64, 64, k_bits=8, v_bits=4, **GROUPS_OF_32, dtype="float32"),
+    Sdpa(8, 2, 112, 112, dtype="float32"),
+    Sdpa(
+        *(8, 2, 128, 128),
+        **dict(k_bits=4, v_bits=4, lens=True, joint=True, dtype="float32"),
+    ),
+)
+
 
 def rows(chips: tuple[str, ...]) -> list[tuple[Sdpa, SdpaPlan, bool]]:
     """(problem, plan, whether it has one chunk)."""
@@ -36,7 +48,15 @@ def rows(chips: tuple[str, ...]) -> list[tuple[Sdpa, SdpaPlan, bool]]:
         (p, plan_sdpa(p, lookup(chips[i % len(chips)])), i % 3 == 2)
         for i, p in enumerate(PROBLEMS)
     ]
-    return found + [(p, plan, True) for p, plan, _ in found if packs(p)]
+    found += [(p, plan, True) for p, plan, _ in found if packs(p)]
+    return found + [(p, on_matrix(p), False) for p in WIDE]
+
+
+def on_matrix(problem: Sdpa) -> SdpaPlan:
+    """The plan of the matrix variant that no chip has for ``problem``."""
+    plan = plan_sdpa(problem, lookup("h200"))
+    kernel = plan.kernel.replace("split", "matrix")
+    return replace(plan, kernel=kernel, keys=16, rows=8, chunk=64)
 
 
 def row_name(row: tuple[Sdpa, SdpaPlan, bool]) -> str:

@@ -179,19 +179,27 @@ def test_agrees_with_numpy(name, executor, monkeypatch):
 
 
 @pytest.mark.parametrize("most", [None, 168])
-def test_a_template_argument_limits_registers(most):
+def test_a_template_argument_limits_registers(most, monkeypatch):
     """Of the function that is launched, whoever writes it: MLX does where strides are
-    asked for, behind a text that ends with the limit."""
+    asked for, behind the header that it is given."""
+    given = {}
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: given.update(how))
     kernel = cuda_text.Kernel("k", ("x",), ("y",), "y[0] = x[0] + N;")
-    given = [("N", 3)] + ([("REGISTERS", most)] if most else [])
-    variant = cuda_text.Variant((False,), signature.template_arguments(given))
-    whole = cuda_module.module(kernel, variant, ["float"], ["float"])
-    text = cuda_text.definition(kernel, variant) + cuda_module.limit(variant)
-    call = cuda_text.call(kernel, variant)
-    made = f"__global__ void f(const float* in0, float* out0) {{ {call} }}"
-    for code, name in ((whole, cuda_module.entry(kernel)), (text + made, "f")):
+    template = [("N", 3)] + ([("REGISTERS", most)] if most else [])
+    variant = cuda_text.Variant((False,), signature.template_arguments(template))
+    cuda._build(kernel, variant, True)
+    made = "__global__ void f(const float* in0, float* out0)"
+    texts = {
+        cuda_module.entry(kernel): cuda_module.module(
+            kernel, variant, ["float"], ["float"]
+        ),
+        "f": f"{given['header']}\n{made} {{ {given['source']} }}",
+    }
+    limit = f"#define __global__ __attribute__((global)) __maxnreg__({most})"
+    assert (limit in texts[cuda_module.entry(kernel)]) == (most is not None)
+    for name, text in texts.items():
         try:
-            ptx = nvrtc.compile_ptx(code, name)
+            ptx = nvrtc.compile_ptx(text, name)
         except nvrtc.NvrtcMissing as error:
             pytest.skip(str(error))
         assert (f".maxnreg {most}" in ptx) == (most is not None)

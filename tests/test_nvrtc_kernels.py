@@ -23,7 +23,7 @@ ROWS = rows(tuple(DECODE))
 ARCHES = [list(CHIPS.values())[i % 2] for i in range(len(ROWS))]
 # Few: each takes seconds.
 ATTENTION = sdpa_rows.rows(tuple(CHIPS))
-ATTENTION = [*ATTENTION[:-3][1::3], *ATTENTION[-3:]]
+ATTENTION = [*ATTENTION[:-6][1::3], *ATTENTION[-6:]]
 
 
 PAIRS = list(zip(ROWS, ARCHES, strict=True))

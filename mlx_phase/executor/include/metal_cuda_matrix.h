@@ -54,7 +54,8 @@ template <typename T> struct msl_mma {
   static constexpr bool native = false;
   typedef vec<T, 2> pair;
   MSL_FN static pair pack(float low, float high) { return pair(T(low), T(high)); }
-  MSL_FN static pair codes4(uint, uint, pair scale, pair) { return scale; }  // never called
+  MSL_FN static pair codes4(uint, uint, pair scale, pair) { return scale; }  // never called, as the next
+  MSL_FN static void k8(float*, pair, pair, pair) {}
   MSL_FN static pair times(pair a, pair b) { return a * b; }
   MSL_FN static void ones(pair* a) { a[0] = a[1] = a[2] = a[3] = pack(1, 1); }
 };
