@@ -100,7 +100,7 @@ METAL_FUNC void codes_of_pair(const uint u, thread PAIR(H)* a) {
 }
 
 // NG scales of a row, two of 16 bits in a word.
-template <typename T, int NG, bool WIDE>
+template <int NG, bool WIDE, typename T>
 METAL_FUNC void load_scales(const device T* p, thread uint* w) {
   if (NG * sizeof(T) % 4 == 0) load_run<NG * sizeof(T) / 4, WIDE>(p, w);
   else {
@@ -118,12 +118,11 @@ template <> METAL_FUNC float scale_at<bfloat>(const thread uint* w, const int g)
 }
 template <> METAL_FUNC float scale_at<float>(const thread uint* w, const int g) { return as_type<float>(w[g]); }
 
-// A lane's share of a query row, N elements in runs that begin every 4 RUN, in units of U.
-template <int U, int RUN, int N, bool WIDE, typename T>
+// A lane's share of a query row, N elements in runs that begin every 4 RUN.
+template <int RUN, int N, bool WIDE, typename T>
 METAL_FUNC void load_query(const device T* own, thread uint* w) {
-  const int L = U * sizeof(T) / 4, S = L > 4 ? 4 : L;
-  EACH(i, N / U) EACH(j, L / S)
-    load_run<S, WIDE>(own + i * U / RUN * 4 * RUN + i * U % RUN + j * (U / (L / S)), w + i * L + j * S);
+  const int L = RUN * sizeof(T) > 16 ? 16 / sizeof(T) : RUN, S = L * sizeof(T) / 4;  // elements, words of a load
+  EACH(i, N / L) load_run<S, WIDE>(own + i * L / RUN * 4 * RUN + i * L % RUN, w + i * S);
 }
 
 // The columns of load_columns for codes, from floats: own is times mine, x and y times fx and fy.
@@ -154,17 +153,14 @@ struct Rows {
   static constexpr constant int MOST = CODED && G * B < LANES * 128 ? G / LANES : 128 / B;
   static constexpr constant int RUN = RING ? 128 / B / LANES : DIM % (LANES * MOST) == 0 ? MOST : DIM % (LANES * 64 / B) == 0 ? 64 / B : 32 / B;
   static constexpr constant int WORDS = DIM * B / 32, N = DIM / (LANES * RUN), BYTES = RUN * B / 8, NW = (BYTES + 3) / 4, U = RUN < 8 ? RUN : 8;
-  // Groups of a row, words of their scales, runs of each, and bytes that scales are aligned to.
+  // Groups of a row, words of their scales, runs of each.
   static constexpr constant int NG = CODED ? DIM / G : 1, NS = (NG * sizeof(T) + 3) / 4, PER = CODED ? N / NG : N;
-  static constexpr constant int EVEN = NG * sizeof(T) % 16 == 0 ? 16 : NG * sizeof(T) % 8 == 0 ? 8
-                                     : NG * sizeof(T) % 4 == 0 ? 4 : 2;
   static constexpr constant bool BESIDE = RECENT;
-  static constexpr constant int ROW = WORDS * 4, SIDE = NG * sizeof(T);  // bytes of a row, of its scales
+  // Bytes of a row, of its scales, and what these are aligned to.
+  static constexpr constant int ROW = WORDS * 4, SIDE = NG * sizeof(T), EVEN = SIDE % 16 == 0 ? 16 : SIDE & -SIDE;
   typedef T Side;
   typedef conditional_t<CODED && sizeof(T) == 2, half, T> Operand;
-  const device uchar* data;
-  const device uchar* scales;
-  const device uchar* biases;
+  const device uchar *data, *scales, *biases;
   int stride, scale_stride, bias_stride;  // in bytes, negative where rows run backwards
   Recent recent;
   // Is each row behind the one before, and the key up to which all of `len` are in the cache.
@@ -194,73 +190,39 @@ template <typename Rows>
 METAL_FUNC bool is_recent(const thread Rows& r, const int key) {
   return Rows::BESIDE && key >= r.recent.held && key < r.recent.stop;
 }
-template <bool NEAR, typename Rows>
-METAL_FUNC const device uchar* row_of(const thread Rows& r, const int key) {
-  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::ROW, r.recent, r.recent.rows, key);
-  return r.data + (size_t)key * r.stride;
-}
-template <bool NEAR, typename Rows>
-METAL_FUNC const device uchar* scales_of(const thread Rows& r, const int key) {
-  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.scales, key);
-  return r.scales + (size_t)key * r.scale_stride;
-}
-template <bool NEAR, typename Rows>
-METAL_FUNC const device uchar* biases_of(const thread Rows& r, const int key) {
-  if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::SIDE, r.recent, r.recent.biases, key);
-  return r.biases + (size_t)key * r.bias_stride;
-}
+#define ROW_OF(name, own, step, bytes) \
+  template <bool NEAR, typename Rows> \
+  METAL_FUNC const device uchar* name##_of(const thread Rows& r, const int key) { \
+    if (NEAR && is_recent(r, key)) return RECENT_ROW(Rows::bytes, r.recent, r.recent.name, key); \
+    return r.own + (size_t)key * r.step; \
+  }
+ROW_OF(rows, data, stride, ROW)
+ROW_OF(scales, scales, scale_stride, SIDE)
+ROW_OF(biases, biases, bias_stride, SIDE)
 
-// The share of lane `part` in a row: w [N][NW]; its scales and biases: [2][NS].
-template <bool WIDE, bool NEAR, typename Rows>
-METAL_FUNC void load_row(const thread Rows& r, const int key, const int part, thread uint* w) {
-  Rows::template load_words<WIDE>(row_of<NEAR>(r, key), part, w);
-}
-template <bool WIDE, bool NEAR, typename Rows>
-METAL_FUNC void load_sides(const thread Rows& r, const int key, thread uint* w) {
+// Of UK tiles of 16 keys that begin at `key` the lane's share: w [2 UK][N][NW], its two keys of each tile, or, ACROSS,
+// [4 UK][N][NW], its four of their values; scales and biases [2 UK][2][NS]. Keys behind the last are the last again.
+template <bool ACROSS, int UK, bool WIDE, bool NEAR, typename Rows>
+METAL_FUNC void load_as(
+    const thread Rows& r, const int key, const int len, const int lane, thread uint* w, thread uint* sb) {
   typedef const device typename Rows::Side* Side;
-  if (!Rows::CODED) return;
-  load_scales<typename Rows::Side, Rows::NG, WIDE>((Side)scales_of<NEAR>(r, key), w);
-  load_scales<typename Rows::Side, Rows::NG, WIDE>((Side)biases_of<NEAR>(r, key), w + Rows::NS);
-}
-
-// The lane's two keys of each of UK tiles of 16 that begin at `key`, and its four keys of their values. Keys behind the
-// last are the last again.
-template <bool WIDE, bool NEAR, int UK, typename Rows>
-METAL_FUNC void load_keys_as(
-    const thread Rows& k, const int key, const int len, const int lane, thread uint* w, thread uint* sb) {
-  EACH(h, 2 * UK) {
-    const int mine = min(key + 8 * h + TILE_ROW(lane), len - 1);
-    load_row<WIDE, NEAR>(k, mine, TILE_COL(lane), w + h * Rows::N * Rows::NW);
-    load_sides<WIDE, NEAR>(k, mine, sb + h * 2 * Rows::NS);
+  const int row = TILE_ROW(lane), col = TILE_COL(lane), NS = Rows::NS;
+  EACH(i, (ACROSS ? 4 : 2) * UK) {
+    const int mine = min(key + (ACROSS ? i / 2 * 8 + 2 * col + i % 2 : 8 * i + row), len - 1);
+    Rows::template load_words<WIDE>(rows_of<NEAR>(r, mine), ACROSS ? row : col, w + i * Rows::N * Rows::NW);
   }
-}
-template <bool WIDE, bool NEAR, int UK, typename Rows>
-METAL_FUNC void load_values_as(
-    const thread Rows& v, const int key, const int len, const int lane, thread uint* w, thread uint* sb) {
-  EACH(i, 4 * UK) {
-    const int mine = min(key + i / 2 * 8 + 2 * TILE_COL(lane) + i % 2, len - 1);
-    load_row<WIDE, NEAR>(v, mine, TILE_ROW(lane), w + i * Rows::N * Rows::NW);
+  if (Rows::CODED) EACH(h, 2 * UK) {
+    const int mine = min(key + 8 * h + row, len - 1);
+    load_scales<Rows::NG, WIDE>((Side)scales_of<NEAR>(r, mine), sb + h * 2 * NS);
+    load_scales<Rows::NG, WIDE>((Side)biases_of<NEAR>(r, mine), sb + (h * 2 + 1) * NS);
   }
-  EACH(h, 2 * UK) load_sides<WIDE, NEAR>(v, min(key + 8 * h + TILE_ROW(lane), len - 1), sb + h * 2 * Rows::NS);
 }
 // One branch for all loads of a step.
-template <typename Rows>
-METAL_FUNC bool is_near(const thread Rows& r, const int begin, const int end) {
-  return Rows::BESIDE && end > r.recent.held && begin < r.recent.stop;
-}
-template <int UK, typename Rows>
-METAL_FUNC void load_keys(
-    const thread Rows& k, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
-  const bool near = is_near(k, key, key + 16 * UK);
-  if (wide && !near) load_keys_as<true, false, UK>(k, key, len, lane, w, sb);
-  else if (wide) load_keys_as<true, true, UK>(k, key, len, lane, w, sb);
-  else load_keys_as<false, true, UK>(k, key, len, lane, w, sb);
-}
-template <int UK, typename Rows>
-METAL_FUNC void load_values(
-    const thread Rows& v, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
-  const bool near = is_near(v, key, key + 16 * UK);
-  if (wide && !near) load_values_as<true, false, UK>(v, key, len, lane, w, sb);
-  else if (wide) load_values_as<true, true, UK>(v, key, len, lane, w, sb);
-  else load_values_as<false, true, UK>(v, key, len, lane, w, sb);
+template <bool ACROSS, int UK, typename Rows>
+METAL_FUNC void load_step(
+    const thread Rows& r, const int key, const int len, const int lane, const bool wide, thread uint* w, thread uint* sb) {
+  const bool near = Rows::BESIDE && key + 16 * UK > r.recent.held && key < r.recent.stop;
+  if (wide && !near) load_as<ACROSS, UK, true, false>(r, key, len, lane, w, sb);
+  else if (wide) load_as<ACROSS, UK, true, true>(r, key, len, lane, w, sb);
+  else load_as<ACROSS, UK, false, true>(r, key, len, lane, w, sb);
 }

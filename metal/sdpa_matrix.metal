@@ -57,7 +57,7 @@ struct SdpaMatrix {
       if (first_key(at, chunk) - at.sg % KP * 16 * UK < min(at.len, (chunk + 1) * CHUNK)) break;
       const int n = row0 + at.sg % KP * 32 + at.lane;
       if (n < min(at.G * at.q_len, row0 + R) && Chunks::ends(chunk, at.chunks * CHUNK)) {
-        const size_t c = Merge::state_of(at, n, chunk);
+        const size_t c = state_at<FOLD>(at, n, chunk);
         ml[2 * c] = -INFINITY;
         ml[2 * c + 1] = 0;
       }
@@ -86,8 +86,8 @@ struct SdpaMatrix {
     if (K::CODED) EACH(n, NB) {
       const Row m = row_at(at, row0 + n * 8 + row);
       const device T* own = q + m.head * q_steps.y + m.i * q_steps.z + col * K::RUN;
-      if (wide) load_query<K::U, K::RUN, D / 4, true>(own, asked + n * QW);
-      else load_query<K::U, K::RUN, D / 4, false>(own, asked + n * QW);
+      if (wide) load_query<K::RUN, D / 4, true>(own, asked + n * QW);
+      else load_query<K::RUN, D / 4, false>(own, asked + n * QW);
     }
     // Keys behind the last are the last again: nothing behind it is read, and they have no weight.
     int chunk = skip(at, at.chunk * FOLD, stride, row0, ml);
@@ -102,8 +102,8 @@ struct SdpaMatrix {
         steps.next_values(v, slots + (2 * i + 1) * SLOT);
       }
     } else if (AHEAD && chunk * CHUNK < at.len) {
-      load_keys<UK>(k, here, at.len, at.lane, wide, kw, ks);
-      load_values<UK>(v, here, at.len, at.lane, wide, vw, vs);
+      load_step<false, UK>(k, here, at.len, at.lane, wide, kw, ks);
+      load_step<true, UK>(v, here, at.len, at.lane, wide, vw, vs);
     }
     // From here on `numbers` have come. The keys that all rows see:
     const float scale = q_scale * LOG2E;
@@ -203,7 +203,7 @@ struct SdpaMatrix {
           steps.template scales<K>(slots + slot, ks);
           steps.next_keys(k, slots + (slot ? slot : ST * SLOT) - SLOT, at, stride);
         }
-        if (!AHEAD) load_keys<UK>(k, key, at.len, at.lane, wide, kw, ks);
+        if (!AHEAD) load_step<false, UK>(k, key, at.len, at.lane, wide, kw, ks);
         float s[NB * UK * 8];
         EACH(i, NB * UK * 8) s[i] = 0;
         if (PAIRED) EACH(i, UK * NB) {
@@ -245,8 +245,8 @@ struct SdpaMatrix {
         }
         // The next keys are on their way while these are weighted.
         const int after = key + STEP < end ? key + STEP : next;
-        if (!AHEAD) load_values<UK>(v, key, at.len, at.lane, wide, vw, vs);
-        else if (!RING && after < at.len) load_keys<UK>(k, after, at.len, at.lane, wide, kw, ks);
+        if (!AHEAD) load_step<true, UK>(v, key, at.len, at.lane, wide, vw, vs);
+        else if (!RING && after < at.len) load_step<false, UK>(k, after, at.len, at.lane, wide, kw, ks);
         if (RING) {
           COPIES_WAIT(ST - 2);
           simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -321,7 +321,7 @@ struct SdpaMatrix {
             }
           }
         }
-        if (AHEAD && !RING && after < at.len) load_values<UK>(v, after, at.len, at.lane, wide, vw, vs);
+        if (AHEAD && !RING && after < at.len) load_step<true, UK>(v, after, at.len, at.lane, wide, vw, vs);
       }
       if (V::CODED) {
         EACH(i, NB * V::NG * 2) bias[i] = rows_sum(bias[i]);

@@ -135,11 +135,6 @@ struct Parts {
   static constexpr constant int HELD = KP * W * R * P, WORDS_USED = HELD + held_words(F);
   // Elements e of a lane, F of which are read at once, are in different banks.
   static METAL_FUNC constexpr int bank(const int e) { return (e / F) * F + (e + e / F) % F; }
-  // Where the state of row n of the kv head lies.
-  static METAL_FUNC size_t state_of(const thread Place& at, const int n, const int chunk) {
-    const size_t row = (size_t)(at.b * at.Hq + at.head) * at.q_len + n;
-    return row * ((at.chunks + FOLD - 1) / FOLD) + chunk / FOLD;
-  }
 
   // Adds up the simdgroups of each row block in order, and what the run has before, if the chunk is not its first; stores
   // a row's state if it is the last or, if the chunk holds all keys, its output. E elements of a lane and a row at a
@@ -208,7 +203,7 @@ struct Parts {
           const float2 f = settle<SINKS>(high, all, SINKS ? float(sinks[h]) : 0);
           EACH(j, F) out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d + j] = O(t[j] * f.x * f.y);
         } else {
-          const size_t c = state_of(at, n, chunk);
+          const size_t c = state_at<FOLD>(at, n, chunk);
           if (high > LOWEST) {  // nobody reads the o of no keys
             if (F == 4) *(device float4*)(out + c * DV + d) = float4(t[0], t[1 % F], t[2 % F], t[3 % F]);
             else EACH(j, F) out[c * DV + d + j] = t[j];

@@ -26,9 +26,11 @@ METAL_FUNC Row row_at(const thread Place& at, const int row) {
   const int n = min(row, at.G * at.q_len - 1), i = n % at.q_len, end = at.len - at.q_len + i + 1;
   return {n / at.q_len, i, at.window ? end - at.window : 0, at.causal ? end : at.len};
 }
-// Where the state of row n of the kv head lies.
-METAL_FUNC size_t state_at(const thread Place& at, const int n) {
-  return ((size_t)(at.b * at.Hq + at.head) * at.q_len + n) * at.chunks + at.chunk;
+// Where the state of row n of the kv head lies, one of each FOLD chunks.
+template <int FOLD>
+METAL_FUNC size_t state_at(const thread Place& at, const int n, const int chunk) {
+  const size_t row = (size_t)(at.b * at.Hq + at.head) * at.q_len + n;
+  return row * ((at.chunks + FOLD - 1) / FOLD) + chunk / FOLD;
 }
 
 // What a mask adds to a score, and its strides: dimensions of size 1 are there for everyone. Views may

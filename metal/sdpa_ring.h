@@ -97,13 +97,13 @@ struct Ring {
         const uint i = j * 32 + lane, row = i / (RW / 4), x = i % (RW / 4);
         copy_words<4>(
             to + row * RW + (x ^ turn<RW>(row)) * 4,
-            (const device uint*)(row_of<true>(from, min(int(key + row), len - 1)) + x * 16));
+            (const device uint*)(rows_of<true>(from, min(int(key + row), len - 1)) + x * 16));
       }
     } else {
       ROLLED for (int i = lane; i < KEYS * RW; i += 32) {
         const int row = i / RW, w = i % RW;
         to[row * RW + (w / 4 ^ turn<RW>(row)) * 4 + w % 4] =
-            ((const device uint*)row_of<true>(from, min(key + row, len - 1)))[w];
+            ((const device uint*)rows_of<true>(from, min(key + row, len - 1)))[w];
       }
     }
   }
@@ -162,11 +162,11 @@ struct Ring {
   }
   // mma16 with the first 8 of k alone.
   template <typename H>
-  static METAL_FUNC void mma8(thread float* c, const PAIR(H) a00, const PAIR(H) a10, const PAIR(H) b0) {
+  static METAL_FUNC void mma8(thread float* c, const PAIR(H) x, const PAIR(H) y, const PAIR(H) b) {
 #ifdef MSL_TENSOR_CORES
-    if (sizeof(H) == 2) return msl_mma<H>::k8(c, a00, a10, b0);
+    if (sizeof(H) == 2) return msl_mma<H>::k8(c, x, y, b);
 #endif
-    mma16<H>(c, a00, a10, a00, a10, b0, pair_of<H>(0.0f, 0.0f));
+    mma16<H>(c, x, y, x, y, b, pair_of<H>(0.0f, 0.0f));
   }
   // The words of a slot, and scales and biases of the keys 8 h + TILE_ROW, [h][2][NS].
   template <typename Rows, bool ACROSS>

@@ -328,7 +328,7 @@ struct Sdpa {
           const float2 f = settle<SINKS>(high, all, SINKS ? float(sinks[h]) : 0);
           out[((size_t)(at.b * at.q_len + i) * at.Hq + h) * DV + d] = O(t * f.x * f.y);
         } else {
-          const size_t c = state_at(at, n);
+          const size_t c = state_at<1>(at, n, at.chunk);
           if (high > LOWEST) out[c * DV + d] = t;  // nobody reads the o of no keys
           if (d == 0) {
             ml[2 * c] = high > LOWEST ? high : -INFINITY;
@@ -350,7 +350,7 @@ struct Sdpa {
     if (!DIRECT && from >= end) {
       const int n = row0 + at.sg % KP * 32 + at.lane;
       if (n < min(at.G * at.q_len, row0 + R)) {
-        const size_t c = state_at(at, n);
+        const size_t c = state_at<1>(at, n, at.chunk);
         ml[2 * c] = -INFINITY; ml[2 * c + 1] = 0;
       }
       return;

@@ -105,11 +105,11 @@ def test_every_head(dim, dtype):
     assert_kept(kept, case, 5)
 
 
-def shifted(a: mx.array) -> mx.array:
+def off_16_bytes(a: mx.array) -> mx.array:
     """The same values one element behind where vectors may begin."""
-    flat = mx.concatenate([a.reshape(-1)[:1], a.reshape(-1)])
-    mx.eval(flat)
-    return flat[1:].reshape(a.shape)
+    odd = mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)])
+    mx.eval(odd)
+    return odd[1:].reshape(a.shape)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -127,7 +127,7 @@ def test_codes_lie_anywhere(bits, matrix):
         assert_kept(kept, case, recent)
         made, *_ = joint(problem, *case.caches(), ends(case), recent)
         for which in range(9):
-            arrays = [shifted(a) if i == which else a for i, a in enumerate(made)]
+            arrays = [off_16_bytes(a) if i == which else a for i, a in enumerate(made)]
             if recent in (0, 15):
                 have, kept = joint_run(case, plan, recent, arrays)
                 tolerance.assert_bits(have, want)
@@ -177,12 +177,6 @@ def test_the_sanitizer_has_nothing_to_say(matrix, monkeypatch):
     given = dict(k_len=141, q_len=2, causal=True, batch=2, lens=(141, 30))
     both(sdpa_case.case(**given), matrix)
     both(sdpa_case.case(**given, **form(8, 8, 32)), matrix)
-
-
-def off_16_bytes(a: mx.array) -> mx.array:
-    odd = mx.concatenate([mx.zeros((1,), a.dtype), a.reshape(-1)])
-    mx.eval(odd)
-    return odd[1:].reshape(a.shape)
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["split", "matrix"])
