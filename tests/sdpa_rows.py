@@ -14,7 +14,7 @@ from mlx_phase.problem import Sdpa
 GROUPS_OF_32 = {"k_group": 32, "v_group": 32}
 PROBLEMS = (
     Sdpa(32, 8, 128, 128),
-    Sdpa(32, 8, 128, 128, q_len=4, causal=True, lens=True),
+    Sdpa(32, 8, 128, 128, q_len=4, causal=True, lens=True, batch=2),
     Sdpa(32, 8, 64, 64, dtype="float16", mask="bool", sinks=True),
     Sdpa(3, 3, 72, 72, q_len=2, dtype="float16", mask="additive", window=100),
     Sdpa(8, 2, 96, 96, dtype="float32", causal=True, q_len=3),
@@ -22,12 +22,14 @@ PROBLEMS = (
     Sdpa(16, 16, 192, 128),
     Sdpa(16, 1, 576, 512),
     Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8),
-    Sdpa(32, 8, 128, 128, q_len=4, k_bits=4, v_bits=4, k_group=32, dtype="float16"),
+    Sdpa(32, 8, 128, 128, 4, 2, k_bits=4, v_bits=4, k_group=32, dtype="float16"),
     Sdpa(8, 8, 64, 64, k_bits=4, v_bits=16, dtype="float32", mask="bool"),
     Sdpa(9, 3, 96, 96, k_bits=16, v_bits=8, v_group=32),
     Sdpa(16, 1, 576, 512, q_len=2, k_bits=4, v_bits=8, lens=True),
-    Sdpa(8, 2, 64, 64, q_len=2, causal=True, lens=True, dtype="float32", joint=True),
-    Sdpa(32, 8, 96, 96, k_bits=8, v_bits=8, **GROUPS_OF_32, lens=True, joint=True),
+    Sdpa(8, 2, 64, 64, 2, 2, causal=True, lens=True, dtype="float32", joint=True),
+    Sdpa(
+        32, 8, 96, 96, 1, 2, k_bits=8, v_bits=8, **GROUPS_OF_32, lens=True, joint=True
+    ),
     Sdpa(32, 8, 128, 128, k_bits=8, v_bits=8, lens=True, joint=True),
 )
 
